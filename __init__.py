@@ -38,6 +38,7 @@ from .hooks import (
     Rounds,
     compress_fsdp,
     compress_hook,
+    compress_stage,
     recommend,
     sparse_all_reduce,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "__version__",
     "compress_fsdp",
     "compress_hook",
+    "compress_stage",
     "optim",
     "recommend",
     "schedules",

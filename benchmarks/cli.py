@@ -17,7 +17,7 @@ from .gpu import gpu, gpu_model, host
 from .learning import learn, train
 from .links import run
 from .sparse import allreduce
-from .steps import exchange, hsdp, paired, profile, step
+from .steps import exchange, hsdp, paired, pipeline, profile, step
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
@@ -28,6 +28,7 @@ COMMANDS = {
         "compare the steps of several arms to a percent, such as what a hook costs beside PyTorch's own",
     ),
     "hsdp": (hsdp, "time a step of sharded replicas on links of a known speed between nodes, beside FSDP's own HSDP"),
+    "pipeline": (pipeline, "time a step of a pipeline, with codes between its stages, on links of a known speed"),
     "exchange": (exchange, "time the exchange of one gradient on links of several speeds, beside PyTorch's hooks"),
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
     "learn": (learn, "train with each way of compressing, on ranks that share a process: loss against bytes"),

@@ -27,7 +27,7 @@ from .gpu import gpu_model
 from .learning import learn, train
 from .links import links
 from .sparse import allreduce
-from .steps import exchange, hsdp, paired, profile, step
+from .steps import exchange, hsdp, paired, pipeline, profile, step
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
@@ -42,6 +42,7 @@ COMMANDS: dict[str, ModuleType] = {
     "hsdp": hsdp,
     "learn": learn,
     "paired": paired,
+    "pipeline": pipeline,
     "profile": profile,
     "step": step,
     "train": train,
@@ -85,6 +86,7 @@ class Publication:
 BEGINNINGS = {
     "large": "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2",
     "learn": "learn benchmarks/results/learn.jsonl",
+    "stages": "pipeline --arms float16 q8-q4 q6-q4 q4 --rounds 12 --steps 1",
     "zeros": "paired --rates 1gbit 10gbit --reference fp32 --arms fp16 blocks --warmup 1 --models 1",
 }
 #: Each one's name, with a star where it has a picture, and its command.
@@ -112,6 +114,10 @@ paired-mask-8: paired --rates 1gbit --world 8 --width 1024 --reference topk-spli
 paired-tables-2: {zeros} --task tables --world 2 --batch 256 --rounds 6 --steps 1
 paired-tables-4: {zeros} --task tables --world 4 --batch 256 --rounds 6 --steps 1
 paired-experts-4: {zeros} --task experts --world 4 --batch 16 --rounds 8 --steps 2
+pipeline: {stages} --rates 100mbit 300mbit 1gbit
+pipeline-4: {stages} --rates 100mbit 1gbit --world 4
+pipeline-far: {stages} --rates 100mbit --delay 25ms
+pipeline-far-4: {stages} --rates 100mbit --delay 25ms --world 4
 hsdp: hsdp --rate 1gbit
 elastic: elastic --rate 100mbit --delay 25ms --seed 3 4 5
 elastic-inside: elastic --rate 100mbit --delay 25ms --seed 3 4 5 --kill-in exchange --arms gradwire gradwire-undisturbed

@@ -8,6 +8,7 @@ from .local_sgd.options import Aggregate
 from .local_sgd.outer_sgd import OuterSGD
 from .local_sgd.schedule import Rounds
 from .local_sgd.updates import LocalUpdates
+from .pipelining.stage import StageCompression, compress_stage
 from .sparse.all_reduce import sparse_all_reduce
 from .training.recommend import Recommendation, recommend
 
@@ -20,9 +21,11 @@ __all__ = [
     "OuterSGD",
     "Recommendation",
     "Rounds",
+    "StageCompression",
     "Statistics",
     "compress_fsdp",
     "compress_hook",
+    "compress_stage",
     "recommend",
     "sparse_all_reduce",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from ...compress.feedback.base import Feedback
 from ..common.arms import CARRIED, WIDE, label
 from .independent_replicas import RoundSchedule
 from .muloco import StatisticalLevels
+from .stages import StageCodes
 
 FLOAT32 = "float32"
 MOMENTUM = 0.9
@@ -47,6 +49,7 @@ class LearningArm:
         momentum: the optimizer's, β1 of AdamW, where the strategy has none. What a residual keeps back arrives late,
             which is a momentum too (Mitliagkas et al. 2016), so that Adam may do with less of its own.
         nesterov: the kind of Muon's momentum.
+        between: a pipeline's stages in the place of ranks, whose micro-batches then are the ranks' batches.
         late: so many steps pass before a mean gradient reaches the optimizer: what being late costs by itself.
     """
 
@@ -60,6 +63,7 @@ class LearningArm:
     momentum: float = MOMENTUM
     nesterov: bool = True
     late: int = 0
+    between: StageCodes | None = None
 
     @property
     def plain(self) -> bool:
@@ -68,6 +72,8 @@ class LearningArm:
 
     @property
     def title(self) -> str:
+        if self.between is not None:
+            return str(self.between)
         momentum = "" if self.momentum == MOMENTUM else f", momentum {self.momentum:g}"
         if self.plain:
             return FLOAT32 + (f", {self.late} steps late" if self.late else "") + momentum
@@ -85,6 +91,8 @@ class LearningArm:
         """The legend of a plot: what is exchanged."""
         if self.plain:
             return FLOAT32
+        if self.between is not None:
+            return "activations and their gradients"
         if self.rounds is not None:
             return "parameters, every few steps"
         if self.method:
@@ -107,6 +115,10 @@ class LearningArm:
 #: As published, for two workers and more.
 MULOCO = RoundSchedule(30, outer_lr=0.7, outer_momentum=0.9)
 SMOOTH = Tracking(MOMENTUM, clip=1.0)
+
+
+def _stages(bits: int, backward: int, stages: int = 4, **how: Any) -> LearningArm:
+    return LearningArm(between=StageCodes(stages, QSGD(bits=bits), QSGD(bits=backward), **how))
 
 
 def _top(density: float) -> Codec:
@@ -198,4 +210,11 @@ LEARNED = {
     "local10-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(10)),
     "local26-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(26)),
     "local30-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(30)),
+    "stages4-q8": _stages(8, 8),
+    "stages4-q8-q4": _stages(8, 4),
+    "stages4-q6-q4": _stages(6, 4),
+    "stages4-q4": _stages(4, 4),
+    "stages4-q4-unrotated": _stages(4, 4, rotate=False),
+    "stages4-q4-feedback": _stages(4, 4, error_feedback=True),
+    "stages2-q6-q4": _stages(6, 4, stages=2),
 }

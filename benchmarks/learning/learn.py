@@ -34,6 +34,7 @@ from .independent_replicas import IndependentReplicas
 from .optimizer_methods import OptimizerMethod
 from .ranks import InProcessRanks
 from .search import Runs, best_rate, finite, loss_of, origin, still_needed
+from .stages import train_in_stages
 from .tasks import TASKS, Batch, Task
 
 
@@ -128,10 +129,14 @@ def learn(
     model = job.model()
     data = [job.batches(seed, rank, world) for rank in range(world)]
     rates = [learning_rate / job.learning_rates[optimizer] * job.rate(step) for step in range(steps)]
-    train = train_together if way.rounds is None else train_apart
-    model, received = train(way, job, model, data, rates, seed)
+    if way.between is not None:
+        share = train_in_stages(way.between, job, model, optimizers_of(job, model, way), data, rates, seed)
+    else:
+        train = train_together if way.rounds is None else train_apart
+        model, received = train(way, job, model, data, rates, seed)
+        ring = 2 * (world - 1) / world * 4 * sum(p.numel() for p in model.parameters())
+        share = received / steps / ring
     sums = job.validation(model, 0, 1)
-    ring = 2 * (world - 1) / world * 4 * sum(p.numel() for p in model.parameters())
     return {
         "task": task,
         "optimizer": optimizer,
@@ -143,7 +148,7 @@ def learn(
         "seed": seed,
         "loss": finite(sums["loss"] / sums["count"]),
         **({"accuracy": sums["right"] / sums["count"]} if "right" in sums else {}),
-        "share_of_bytes": received / steps / ring,
+        "share_of_bytes": share,
     }
 
 
@@ -332,6 +337,7 @@ COLOURS = {
     "gradients, Momentum": "#009E73",
     "what the optimizer makes of gradients": "#CC79A7",
     "parameters, every few steps": "#E69F00",
+    "activations and their gradients": "#56B4E9",
 }
 
 

@@ -1,4 +1,4 @@
-"""Three tasks of learning that need no download, the same in every arm.
+"""Tasks of learning that need no download, the same in every arm.
 
 A task's global batch does not depend on the number of ranks, so its float32 curve does not either, up to rounding.
 """
@@ -115,9 +115,23 @@ class Task(ABC):
         return {"loss_unit": self.loss_unit, **options}
 
 
+class Bfloat16LanguageModel(LanguageModel):
+    """Its matrix products take bfloat16 (`torch.autocast`); parameters, gradients and logits are float32."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits: Tensor = super().forward(tokens)
+        return logits.float()
+
+
 @dataclass(frozen=True)
 class Text(Task):
-    """A byte-level transformer on the standard library's source."""
+    """A byte-level transformer on the standard library's source.
+
+    Attributes:
+        context: bytes that a sample has.
+        autocast: matrix products take bfloat16.
+    """
 
     loss_unit = "bits per byte"
     width: int = 128
@@ -125,6 +139,7 @@ class Text(Task):
     heads: int = 4
     context: int = 64
     validation_windows: int = 128
+    autocast: bool = False
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -135,7 +150,8 @@ class Text(Task):
         return f"standard library {self.corpus.digest}"
 
     def model(self) -> nn.Module:
-        return LanguageModel(self.width, self.layers, self.heads, self.context)
+        cls = Bfloat16LanguageModel if self.autocast else LanguageModel
+        return cls(self.width, self.layers, self.heads, self.context)
 
     def batches(self, seed: int, rank: int, world_size: int) -> Iterator[Batch]:
         text, share = self.corpus.train, self.share(world_size)
@@ -245,7 +261,14 @@ LARGE = Text(
     heads=5,
     validation_windows=64,
 )
-TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, LARGE)}
+LARGE_BFLOAT16 = dataclasses.replace(
+    LARGE,
+    name="large-bfloat16",
+    title="byte-level transformer, 10 M parameters, products in bfloat16",
+    validation_windows=128,
+    autocast=True,
+)
+TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, LARGE, LARGE_BFLOAT16)}
 
 
 def validate(task: Task, model: nn.Module) -> dict[str, float]:

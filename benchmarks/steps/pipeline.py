@@ -1,0 +1,205 @@
+"""A step of a pipeline, with what travels between its stages encoded, beside the same without.
+
+The model is the byte-level transformer of `gradwire-bench learn` at any size, its blocks shared equally among the
+ranks, one stage each, under 1F1B. All arms live in the same processes, each with stages of its own that begin alike,
+and take turns every few steps, in an order that is drawn again in each round; each round gives a ratio to the
+reference, as in `gradwire-bench paired`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...compress import QSGD, Cast, Codec
+from ...hooks.pipelining.stage import compress_stage
+from ..common import report
+from ..common.arguments import add_arms, add_output, add_turns
+from ..common.arms import label
+from ..common.language_model import VOCABULARY, LanguageModel, norm
+from ..links import flags
+from ..links.driver import document, measured
+from ..links.verification import caption
+from .paired import AGAIN, OPENING, shown, summarize
+
+
+@dataclass(frozen=True)
+class PipelineArm:
+    """Codes of activations and their gradients; none: they travel as they are."""
+
+    codec: Codec | None = None
+    backward: Codec | None = None
+    rotate: bool = True
+
+    @property
+    def title(self) -> str:
+        if self.codec is None:
+            return "torch alone"
+        gradients = "" if self.backward is None else f", gradients {label(self.backward)}"
+        return label(self.codec) + gradients
+
+
+REFERENCE = "float32"
+ARMS = {
+    REFERENCE: PipelineArm(),
+    "float16": PipelineArm(Cast(torch.float16), rotate=False),
+    "q8": PipelineArm(QSGD(bits=8)),
+    "q8-q4": PipelineArm(QSGD(bits=8), QSGD(bits=4)),
+    "q6-q4": PipelineArm(QSGD(bits=6), QSGD(bits=4)),
+    "q4": PipelineArm(QSGD(bits=4)),
+}
+#: Options of the model and its batch.
+SIZES = ("width", "layers", "context", "rows", "chunks")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_links(parser, "100mbit", "1gbit")
+    add_arms(parser, {name: arm.title for name, arm in ARMS.items()}, list(ARMS))
+    add_turns(parser, steps=2, rounds=30, warmup=2)
+    parser.add_argument("--width", type=int, default=128, help="of the transformer (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="blocks of all stages together (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=64, help="bytes of a sample (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=8, help="samples of a micro-batch (default: %(default)s)")
+    parser.add_argument("--chunks", type=int, default=8, help="micro-batches of a step (default: %(default)s)")
+    add_output(parser, timeout=600)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`gradwire-bench pipeline`."""
+    arguments = {name: getattr(options, name) for name in ("rounds", "steps", "warmup", *SIZES)}
+    arguments["arms"] = list(dict.fromkeys([REFERENCE, *options.arms]))
+    if options.layers % options.world or options.chunks < options.world:
+        raise ValueError(
+            f"--layers {options.layers} --chunks {options.chunks}: expected a multiple of --world {options.world}, and "
+            "at least as many micro-batches"
+        )
+    result = document("pipeline", options, **arguments)
+    result["networks"] = []
+    for rate in options.rates:
+        found, ranks = measured(options, rate, measure, arguments)
+        kept = {"links": found["links"], "proof": found["proof"], "bytes": ranks[0]["bytes"]}
+        result["networks"].append(kept | {"arms": summarize([rank["arms"] for rank in ranks], [REFERENCE])})
+    report.deliver(result, tables(result), options)
+    return 0
+
+
+class Part(nn.Module):
+    """A stage's share of a language model."""
+
+    def __init__(self, model: LanguageModel, stage: int, stages: int) -> None:
+        super().__init__()
+        share = len(model.blocks) // stages
+        self.blocks = model.blocks[stage * share : (stage + 1) * share]
+        self.embedding = model.embedding if stage == 0 else None
+        self.head = model.head if stage == stages - 1 else None
+        self.register_buffer("angles", model.angles, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = norm(self.embedding(x))
+        for block in self.blocks:
+            x = block(x, self.angles)
+        return x if self.head is None else self.head(norm(x))
+
+
+class Trainee:
+    """This rank's stage in an arm's hands."""
+
+    def __init__(self, arm: PipelineArm, width: int, layers: int, context: int, rows: int, chunks: int) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        rank, world = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        part = Part(LanguageModel(width, layers, max(1, width // 32), context), rank, world)
+        stage = PipelineStage(part, rank, world, torch.device("cpu"))
+        self.state = None
+        if arm.codec is not None:
+            self.state = compress_stage(stage, arm.codec, arm.backward, rotate=arm.rotate)
+        self.schedule = Schedule1F1B(stage, chunks, loss_fn=loss_of)
+        self.optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
+        tokens = torch.randint(VOCABULARY, (chunks * rows, context))
+        self.inputs = (tokens,) if rank == 0 else ()
+        self.targets: dict[str, Any] = {"target": tokens} if rank == world - 1 else {}
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.schedule.step(*self.inputs, **self.targets)
+        self.optimizer.step()
+
+    def turn(self, steps: int) -> tuple[float, float]:
+        """Seconds of a step: wall time, and the process's on all processors."""
+        for _ in range(OPENING):
+            self.step()
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            self.step()
+        spent = time.process_time() - cpu
+        return (time.perf_counter() - wall) / steps, spent / steps
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def measure(arms: Sequence[str], rounds: int, steps: int, warmup: int, **sizes: int) -> dict[str, Any]:
+    """Every rank's part: for each arm, seconds of a step in each round, and bytes of activations that a step sends."""
+    trainees = {name: Trainee(ARMS[name], **sizes) for name in arms}
+    trainees[f"{REFERENCE} {AGAIN}"] = Trainee(ARMS[REFERENCE], **sizes)
+    for trainee in trainees.values():
+        for _ in range(warmup):
+            trainee.step()
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in trainees}
+    order, drawn, taken = list(trainees), random.Random(0), warmup + rounds * (steps + OPENING)
+    for _ in range(rounds):
+        drawn.shuffle(order)
+        for name in order:
+            seconds[name].append(trainees[name].turn(steps))
+    plain = sizes["chunks"] * sizes["rows"] * sizes["context"] * sizes["width"] * 4
+    sent = {name: one.state.traffic()["activations"].sent_bytes / taken for name, one in trainees.items() if one.state}
+    return {
+        "bytes": {name: sent.get(name, plain) for name in trainees},
+        "arms": {
+            name: {**dict(zip(("wall", "cpu"), zip(*seconds[name], strict=True), strict=True)), "sends": ""}
+            for name in trainees
+        },
+    }
+
+
+def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    """For each rate one row for each arm."""
+    arguments, found = result["arguments"], []
+    size = f"width {arguments['width']}, {arguments['layers']} blocks, {arguments['chunks']} micro-batches of "
+    size += f"{arguments['rows']} times {arguments['context']} bytes"
+    for network in result["networks"]:
+        rows = []
+        for row in network["arms"]:
+            name, _, again = row["arm"].partition(" ")
+            rows.append(
+                [
+                    ARMS[name].title + (", once more" if again else ""),
+                    f"{network['bytes'][row['arm']] / 1e3:.0f}",
+                    f"{row['wall_s'] * 1e3:.0f}",
+                    shown(row["wall_ratio"]),
+                    f"{row['cpu_s'] * 1e3:.0f}",
+                ]
+            )
+        notes = [
+            report.describe(result["environment"]),
+            f"{arguments['rounds']} rounds of {arguments['steps']} steps, one thread a rank; ratio: the median of the "
+            "rounds', in brackets its 95 % interval; processor: time of the whole process; each the mean of the ranks",
+            caption(network["proof"]),
+        ]
+        columns = ("between stages", "KB of activations", "step ms", "ratio", "processor ms")
+        title = f"A pipeline's step: {arguments['world']} stages, {size}, {network['links']}"
+        found.append(report.Table(title, columns, rows, "\n".join(notes)))
+    return found

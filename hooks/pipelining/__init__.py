@@ -1,0 +1,1 @@
+"""Compression between the stages of `torch.distributed.pipelining`."""

@@ -1,0 +1,135 @@
+"""Codes of the tensors that follow each other between two stages, a micro-batch each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ...compress import Codec, new_draw
+from ...compress.backends import Workspace
+from ...compress.codec import DTYPES
+
+#: Elements that a rotation mixes: a row and a column of 16, so that a multiplication by a 16 x 16 matrix serves both.
+SIDE = 16
+ROTATED = SIDE * SIDE
+
+
+@cache
+def hadamard(device: torch.device) -> Tensor:
+    """The symmetric Hadamard matrix of Sylvester's construction, [16, 16], scaled to be its own inverse."""
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
+    while len(matrix) < SIDE:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / SIDE**0.5
+
+
+@dataclass
+class Scratch:
+    """Memory for tensors of one length."""
+
+    values: Tensor
+    rotated: Tensor
+    workspace: Workspace
+
+
+@dataclass
+class TensorCoder:
+    """Encodes tensors, or decodes them.
+
+    Args:
+        codec: of flat tensors.
+        rotate: multiply each 256 elements by a Hadamard matrix first, which spreads an outlier over all of them: what a
+            block's norm is for (He et al., "TAH-Quant", 2025).
+        draw: for stochastic codes; each code takes its next step.
+        feedback: what a code leaves out of a tensor is added to the next one of the same index, the next micro-batch's.
+    """
+
+    codec: Codec
+    rotate: bool
+    draw: Tensor
+    feedback: bool = False
+    residuals: dict[str, Tensor] = field(default_factory=dict)
+    scratch: dict[tuple[int, torch.device], Scratch] = field(default_factory=dict)
+
+    def length(self, numel: int) -> int:
+        """Elements that are encoded: a rotation takes zeros where its last 256 are not full."""
+        return -(-numel // ROTATED) * ROTATED if self.rotate else numel
+
+    def wire_bytes(self, numel: int) -> int:
+        return self.codec.wire_bytes(self.length(numel))
+
+    def takes(self, tensor: Tensor, smallest: int) -> bool:
+        """True if a tensor travels encoded: floating-point numbers, and fewer bytes of them."""
+        numel = tensor.numel()
+        large = tensor.dtype in DTYPES and tensor.layout == torch.strided and numel >= max(1, smallest)
+        return large and self.wire_bytes(numel) < tensor.nbytes
+
+    def scratch_of(self, tensor: Tensor) -> Scratch:
+        n, device = self.length(tensor.numel()), tensor.device
+        if (n, device) not in self.scratch:
+            values, rotated = (torch.zeros(n, dtype=torch.float32, device=device) for _ in range(2))
+            self.scratch[n, device] = Scratch(values, rotated, self.codec.workspace(n, device))
+        return self.scratch[n, device]
+
+    def turned(self, values: Tensor, out: Tensor) -> Tensor:
+        """H·X·H of each 16 x 16 elements X, which undoes itself."""
+        matrix, square = hadamard(values.device), values.view(-1, SIDE, SIDE)
+        torch.mm(values.view(-1, SIDE), matrix, out=out.view(-1, SIDE))
+        torch.matmul(matrix, out.view(-1, SIDE, SIDE), out=square)
+        return values
+
+    @torch.no_grad()
+    def encode(self, tensor: Tensor, wire: Tensor, index: int) -> None:
+        """Write a tensor's code to a wire of `wire_bytes(numel)`.
+
+        Args:
+            index: of the tensor among those that a stage hands on.
+        """
+        scratch = self.scratch_of(tensor)
+        numel = tensor.numel()
+        if self.rotate or not tensor.is_contiguous():
+            scratch.values[:numel].view(tensor.shape).copy_(tensor)
+            scratch.values[numel:].zero_()
+            flat = self.turned(scratch.values, scratch.rotated) if self.rotate else scratch.values
+        else:
+            flat = tensor.view(-1)
+        self.draw[1] += 1
+        if self.feedback:
+            residual = self.residuals.get(str(index))
+            if residual is None or residual.shape != flat.shape:
+                residual = self.residuals[str(index)] = torch.zeros_like(flat, dtype=torch.float32)
+            self.codec.encode_feedback(flat, residual, wire, self.draw, scratch.workspace)
+        else:
+            self.codec.encode(flat, wire, self.draw, scratch.workspace)
+
+    @torch.no_grad()
+    def decode(self, wire: Tensor, out: Tensor) -> None:
+        """Write what a wire stands for to a tensor."""
+        scratch = self.scratch_of(out)
+        parts = [part.view(1, -1) for part in wire.split(self.codec.part_bytes(len(scratch.values)))]
+        if out.is_contiguous() and not self.rotate:
+            self.codec.decode_mean(parts, out.view(-1), scratch.workspace)
+            return
+        self.codec.decode_mean(parts, scratch.values, scratch.workspace)
+        values = self.turned(scratch.values, scratch.rotated) if self.rotate else scratch.values
+        out.copy_(values[: out.numel()].view(out.shape))
+
+
+def coders(
+    stage: int,
+    codec: Codec,
+    backward: Codec | None,
+    rotate: bool,
+    error_feedback: bool,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> tuple[TensorCoder, TensorCoder]:
+    """A stage's, of activations and of their gradients; other arguments as of `compress_stage`."""
+    gradients = codec if backward is None else backward
+    if error_feedback:
+        gradients = gradients.with_feedback()
+    forward, back = (new_draw(seed, 0, 2 * stage + way, device) for way in range(2))
+    return TensorCoder(codec, rotate, forward), TensorCoder(gradients, rotate, back, error_feedback)
