@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from . import publish
 from .advisor import advise
-from .codec import codecs, warm
+from .codec import codecs, entropy_coding, warm
 from .common.launch import LinkError
 from .elastic import elastic
 from .gpu import gpu, gpu_model, host
@@ -21,6 +21,7 @@ from .steps import exchange, hsdp, paired, pipeline, profile, step
 
 COMMANDS = {
     "codecs": (codecs, "time every codec beside the memory roofline and what one would write in torch"),
+    "entropy": (entropy_coding, "measure an entropy coder behind the codecs: bits, time, and on which links it pays"),
     "allreduce": (allreduce, "compare the algorithms of sparse all-reduce on links of known speed"),
     "step": (step, "time a DDP step on links of a known speed, beside PyTorch's own hooks"),
     "paired": (

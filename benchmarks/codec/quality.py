@@ -115,19 +115,29 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
         used_in = np.unpackbits(records["upper"].view(np.uint8), axis=1).sum(axis=1)
         ways = sum(log2_ways(n, int(used)) for n, used in zip(lengths, used_in, strict=True))
         return (ways + 8 * part.records * (part.record.itemsize - codec.index_bytes)) / numel
-    if isinstance(codec, OneBit):
-        codes = np.unpackbits(records["signs"].reshape(-1), bitorder="little")
-    elif isinstance(codec, QSGD):
-        bits = np.unpackbits(records["codes"].reshape(-1), bitorder="little").reshape(-1, codec.bits)
-        codes = bits @ (1 << np.arange(codec.bits))
-    elif isinstance(codec, TernGrad | Ternary):
-        digits = records["trits"].reshape(-1, 1, 256) // np.array([1, 3, 9, 27, 81])[:, None] % 3
-        codes = digits.reshape(-1)
-    else:
+    found = codes(codec, records)
+    if found is None:
         planes = wire.reshape(-1, part.nbytes // numel)[:numel]  # a cast of odd length is padded
         return sum(symbol_entropy(planes[:, byte]) for byte in range(planes.shape[1]))
     aside = sum(8 * np.dtype(f.dtype).itemsize * f.count for f in part.fields if f.dtype == "<f4")
-    return symbol_entropy(codes[:numel]) + aside * part.records / numel
+    return symbol_entropy(found.reshape(-1)[:numel]) + aside * part.records / numel
+
+
+def codes(codec: Codec, records: np.ndarray) -> np.ndarray | None:
+    """The codes of each record, [records, codes]: of its elements, and of `ChunkedTopK` of its entries. None: there are
+    none."""
+    if isinstance(codec, OneBit):
+        return np.unpackbits(records["signs"].reshape(len(records), -1), axis=1, bitorder="little")
+    if isinstance(codec, QSGD) or (isinstance(codec, ChunkedTopK) and "codes" in (records.dtype.names or ())):
+        width = codec.bits
+        bits = np.unpackbits(records["codes"].reshape(len(records), -1), axis=1, bitorder="little")
+        whole = bits[:, : bits.shape[1] // width * width].reshape(len(records), -1, width)
+        numbers: np.ndarray = whole @ (1 << np.arange(width))
+        return numbers
+    if isinstance(codec, TernGrad | Ternary):
+        digits = records["trits"].reshape(len(records), -1, 1, 256) // np.array([1, 3, 9, 27, 81])[:, None] % 3
+        return digits.reshape(len(records), -1)
+    return None
 
 
 def log2_ways(n: int, k: int) -> float:
