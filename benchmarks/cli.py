@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from . import publish
-from .advisor import advise
+from .advisor import advise, priority
 from .codec import codecs, entropy_coding, warm
 from .common.launch import LinkError
 from .elastic import elastic
@@ -34,6 +34,10 @@ COMMANDS = {
     "train": (train, "train with each way of exchanging gradients, and find the time to equal loss at each bandwidth"),
     "learn": (learn, "train with each way of compressing, on ranks that share a process: loss against bytes"),
     "advise": (advise, "predict from measurements here whether compression pays on a given network"),
+    "priority": (
+        priority,
+        "simulate steps whose forward pass begins before the last gradient is in, as P3's",
+    ),
     "elastic": (elastic, "kill and restart replicas of LocalUpdates on links of known speed: goodput, loss and stalls"),
     "links": (run, "run a program on links of a known speed and length"),
     "profile": (profile, "draw one bucket's way through a real step"),

@@ -150,13 +150,14 @@ def predict(profile: Profile, jobs: Sequence[Job], processors: Processors, at_on
 @dataclass(frozen=True)
 class Task:
     """`seconds` of work for `load` cores, once the tasks `after` have ended and `uses` is free, which one task has at a
-    time, first come first served; `waking` more if no core is free then."""
+    time: of those that wait the lowest `priority`, first come first served; `waking` more if no core is free then."""
 
     seconds: float
     load: float
     after: tuple[int, ...]
     waking: float = 0.0
     uses: str = ""
+    priority: int = 0
 
 
 def simulate(profile: Profile, jobs: Sequence[Job], processors: Processors, at_once: int) -> float:
@@ -203,7 +204,7 @@ def run(tasks: Sequence[Task], cores: float) -> list[float]:
     now = 0.0
     while waiting or active:
         begun = []
-        for i in waiting:
+        for i in sorted(waiting, key=lambda i: tasks[i].priority):
             if tasks[i].uses not in used:
                 begun.append(i)
                 used |= {tasks[i].uses} - {""}
