@@ -4,8 +4,9 @@
 *Now*: DDP's buckets of 25 MB leave as backward makes them ready, and the next forward pass begins when all means are in
 and the optimizer has stepped. *By priority*: each layer's gradient leaves by itself, in slices, those of the first
 layers before all that still wait; the optimizer steps layer by layer, and each layer's forward pass waits for its own.
-*Without an order*: the same, but slices that wait for the link take turns. Gains are ceilings: messages have no
-latency, slices cost nothing, and codecs have a processor of their own.
+*By layers*: the same, but slices that wait for the link take turns. *By buckets*: DDP's take turns, and each layer's
+forward pass waits for the bucket that it is in. Gains are ceilings: messages have no latency, slices cost nothing, and
+codecs have a processor of their own.
 
 Nothing may need all gradients at once, as clipping by the global norm does, and a gradient scaler's check.
 
@@ -48,7 +49,7 @@ RATES = {"0.1": 1e8, "1": 1e9, "10": 1e10}
 SPEEDS = (1, 10, 100)
 #: Rates of the search for windows, bits a second, ten to a decade.
 SWEEP = [10 ** (5 + i / 10) for i in range(55)]
-NOW, WITHOUT_ORDER, PRIORITY = WAYS_TO_STEP = ("now", "without_order", "priority")
+NOW, BUCKETS, LAYERS, PRIORITY = WAYS_TO_STEP = ("now", "buckets", "layers", "priority")
 CODEC_NUMEL = 1 << 21
 
 
@@ -209,9 +210,10 @@ def step_seconds(trace: Trace, way: Way, rate: float, ranks: int, how: str) -> f
     transfer = 2 * (ranks - 1) / ranks * way.bits / rate
     tasks: list[Task] = []
     if how == NOW:
-        marks = bucketed(trace, way, transfer, tasks)
+        marks = barred(trace, way, transfer, tasks)
     else:
-        marks = layered(trace, way, transfer, tasks, ordered=how == PRIORITY)
+        groups = buckets(trace) if how == BUCKETS else [[layer] for layer in trace.ready]
+        marks = overlapped(trace, groups, way, transfer, tasks, ordered=how == PRIORITY)
     ends = simulate(tasks, 2.0)
     return (ends[marks[-1]] - ends[marks[-1 - COUNTED]]) / COUNTED
 
@@ -222,15 +224,17 @@ def add(tasks: list[Task], seconds: float, *after: int, uses: str = "", priority
     return len(tasks) - 1
 
 
-def bucketed(trace: Trace, way: Way, transfer: float, tasks: list[Task]) -> list[int]:
+def barred(trace: Trace, way: Way, transfer: float, tasks: list[Task]) -> list[int]:
     """The tasks of all steps as they are now; returns the last of each step's backward. `transfer`: of an element."""
     main, means, marks = add(tasks, 0.0), list[int](), []
+    seconds = dict(zip(trace.ready, trace.backward, strict=True))
     for _ in range(STEPS):
         main = add(tasks, trace.optimizer, main, *means)
         main = add(tasks, sum(trace.forward), main)
         means = []
-        for numel, seconds in buckets(trace):
-            main = add(tasks, seconds, main)
+        for bucket in buckets(trace):
+            numel = sum(trace.numels[layer] for layer in bucket)
+            main = add(tasks, sum(seconds[layer] for layer in bucket), main)
             sent = add(tasks, numel * way.encode, main, uses="thread")
             arrived = add(tasks, numel * transfer, sent, uses="link")
             means.append(add(tasks, numel * way.decode, arrived, uses="thread"))
@@ -238,33 +242,38 @@ def bucketed(trace: Trace, way: Way, transfer: float, tasks: list[Task]) -> list
     return marks
 
 
-def buckets(trace: Trace) -> list[tuple[int, float]]:
-    """DDP's: elements of each, and seconds of backward from the one before. The first holds a megabyte."""
-    found, numel, seconds = list[tuple[int, float]](), 0, 0.0
-    for layer, spent in zip(trace.ready, trace.backward, strict=True):
-        if numel and 4 * (numel + trace.numels[layer]) > (BUCKET if found else FIRST_BUCKET):
-            found.append((numel, seconds))
-            numel, seconds = 0, 0.0
-        numel, seconds = numel + trace.numels[layer], seconds + spent
-    return [*found, (numel, seconds)]
+def buckets(trace: Trace) -> list[list[int]]:
+    """The layers of each of DDP's buckets, as backward makes them ready. The first holds a megabyte."""
+    found, numel = [list[int]()], 0
+    for layer in trace.ready:
+        if found[-1] and 4 * (numel + trace.numels[layer]) > (BUCKET if len(found) > 1 else FIRST_BUCKET):
+            found.append([])
+            numel = 0
+        found[-1].append(layer)
+        numel += trace.numels[layer]
+    return found
 
 
-def layered(trace: Trace, way: Way, transfer: float, tasks: list[Task], ordered: bool) -> list[int]:
-    """The same by layers, the first ones before others if `ordered`."""
+def overlapped(
+    trace: Trace, groups: Sequence[Sequence[int]], way: Way, transfer: float, tasks: list[Task], ordered: bool
+) -> list[int]:
+    """The same, if each layer's forward pass waits for its own group of layers: as backward makes them ready, those of
+    the first layers before others if `ordered`."""
     main, marks, means = add(tasks, 0.0), [], dict[int, int]()
-    total = sum(trace.numels)
+    total, seconds = sum(trace.numels), dict(zip(trace.ready, trace.backward, strict=True))
     for _ in range(STEPS):
-        for layer, (numel, seconds) in enumerate(zip(trace.numels, trace.forward, strict=True)):
+        for layer, (numel, forward) in enumerate(zip(trace.numels, trace.forward, strict=True)):
             waits = [means[layer]] if means else []
-            main = add(tasks, trace.optimizer * numel / total + seconds, main, *waits)
-        for layer, seconds in zip(trace.ready, trace.backward, strict=True):
-            main, numel = add(tasks, seconds, main), trace.numels[layer]
-            priority = layer if ordered else 0
+            main = add(tasks, trace.optimizer * numel / total + forward, main, *waits)
+        for group in groups:
+            main = add(tasks, sum(seconds[layer] for layer in group), main)
+            numel = sum(trace.numels[layer] for layer in group)
+            priority, count = min(group) if ordered else 0, -(-numel * SLICES // total)
             last = add(tasks, numel * way.encode, main, uses="thread", priority=priority)
-            count = -(-numel * SLICES // total)
             for _ in range(count):
                 last = add(tasks, numel * transfer / count, last, uses="link", priority=priority)
-            means[layer] = add(tasks, numel * way.decode, last, uses="thread", priority=priority)
+            last = add(tasks, numel * way.decode, last, uses="thread", priority=priority)
+            means |= dict.fromkeys(group, last)
         marks.append(main)
     return marks
 
@@ -314,8 +323,8 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
             if seen is not None:
                 spans = [f"{spoken(seen[0] * speed)} to {spoken(seen[1] * speed)}" for speed in SPEEDS]
             title = f"{model['model']}: {arm['arm']}"
-            rows.append([title, most(arm, WITHOUT_ORDER), most(arm, PRIORITY), *spans])
-    columns = ["model and arm", "saved without an order", "by priority"]
+            rows.append([title, *(most(arm, how) for how in WAYS_TO_STEP[1:]), *spans])
+    columns = ["model and arm", "saved by buckets", "by layers", "by priority"]
     columns += [f"10 % saved, compute {speed} x" for speed in SPEEDS]
     caption = (
         f"{notes}\nsaved at most, over all rates; then rates of links at which priority saves a tenth, searched from "
