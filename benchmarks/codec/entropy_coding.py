@@ -8,15 +8,17 @@ coding by bytes costs a part of coding by elements.
 Entropies: of all codes of a wire by one table, and of each block's by a table of its own, which costs nothing (so it is
 less than any coder reaches, and of short blocks also less than their source has). Of indices: the ways to place them.
 
-An exchange takes of an element, between two ranks: encode, code, bits / rate, decode of the coder and of the codec, one
-after the other. It pays below the rate at which coder and saved bits take the same time. Coders run on bytes that lie
-one behind the other, in the cache: inside a codec they would cost no less.
+An exchange by `gather` takes of an element: encode and code once, then for each other rank bits / rate and the coder's
+decoding, and the mean of all wires, one after the other. The coder pays below the rate at which it takes as long as the
+bits that it saves. Coders run on bytes that lie one behind the other, in the cache: inside a codec they would cost no
+less.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -46,6 +48,7 @@ CODECS: tuple[Codec, ...] = (
     ChunkedTopK(k=986, chunk=65536),
 )
 RATES = {"100mbit": 1e8, "1gbit": 1e9}
+RANKS = (2, 8)
 #: Bytes by one table of rANS: half a per cent of them.
 SEGMENT = 1 << 17
 
@@ -118,13 +121,20 @@ def measure(codec: Codec, gradients: Sequence[Tensor], repeats: int, warmup: int
     numel, draw = gradients[0].numel(), new_draw(0)
     kept = codec.with_feedback() if codec.default_feedback else codec
     wire, residual = torch.empty(kept.wire_bytes(numel), dtype=torch.uint8), torch.zeros(numel)
-    workspace, out, wires = kept.workspace(numel), torch.zeros(numel), torch.empty(2, len(wire), dtype=torch.uint8)
+    workspace, out, wires = (
+        kept.workspace(numel),
+        torch.zeros(numel),
+        torch.empty(max(RANKS), len(wire), dtype=torch.uint8),
+    )
 
     def encode(grad: Tensor) -> None:
         if codec.default_feedback:
             kept.encode_feedback(grad, residual, wire, draw, workspace)
         else:
             kept.encode(grad, wire, draw, workspace)
+
+    def mean(ranks: int, _: Tensor) -> None:
+        kept.decode_mean([wires[:ranks]], out, workspace)
 
     for step in range(warmup + 1):
         draw[1] = step
@@ -149,7 +159,7 @@ def measure(codec: Codec, gradients: Sequence[Tensor], repeats: int, warmup: int
     }
     operations: dict[str, Callable[[Tensor], object]] = {
         "encode": encode,
-        "decode": lambda _: kept.decode_mean([wires], out, workspace),
+        **{f"mean of {ranks}": partial(mean, ranks) for ranks in RANKS},
     }
 
     def code(name: str, _: Tensor) -> None:
@@ -221,31 +231,35 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         each = {name: against(row, name) for name in names}
         for name in names:
             cells.append(f"{row['ns'][f'{name} encode']:.2f} + {row['ns'][f'{name} decode']:.2f}")
-            cells.append(f"{each[name]['pays_below'] / 1e6:.0f}")
-        for rate in RATES:
-            best = min(names, key=lambda name: each[name][rate]["coded"])
-            cells.append(f"{each[best][rate]['plain']:.2f}")
-            cells.append(f"{each[best][rate]['coded'] / each[best][rate]['plain']:.3f} ({best})")
+            cells.append(f"{each[name]['pays_below'][RANKS[0]] / 1e6:.0f}")
+        for rate, ranks in itertools.product(RATES, RANKS):
+            plain, coded = each[names[0]]["plain"][rate, ranks], {n: each[n]["coded"][rate, ranks] for n in names}
+            best = min(coded, key=coded.__getitem__)
+            cells.append(f"{plain:.2f} ns, {coded[best] / plain:.3f} ({best})")
         rows.append(cells)
     columns = ["codec", "gradients"]
     for name in names:
-        columns += [f"{name} code + decode, ns", "pays below Mbit/s"]
-    for rate in RATES:
-        columns += [f"at {rate}, ns", "with the best coder, times"]
+        columns += [f"{name} code + decode, ns", f"pays below, P = {RANKS[0]}, Mbit/s"]
+    columns += [f"at {rate}, P = {ranks}; with a coder" for rate, ranks in itertools.product(RATES, RANKS)]
     caption = (
-        f"{notes[0]}\none core, medians of {arguments['repeats']} in turns, an element; at a rate: an exchange between "
-        "two ranks: encode, transfer, decode, one after the other; 0.00 ns: nothing shrinks, and nothing is coded"
+        f"{notes[0]}\none core, medians of {arguments['repeats']} in turns, an element; at a rate: an exchange by "
+        "gather without a coder, and what is left of it with the best one"
     )
     return [*found, report.Table("Coders behind codecs", columns, rows, caption)]
 
 
 def against(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A coder's saved bits, the rate below which it pays (bits a second), and the exchange's ns at each of `RATES`."""
+    """A coder's saved bits; for each number of ranks the rate below which it pays, in bits a second; for each of
+    `RATES` and each number of ranks an exchange's ns, without it ("plain") and with it ("coded")."""
     ns, saved = row["ns"], row["bits"] - row["coded_bits"][name]
-    work, extra = ns["encode"] + ns["decode"], ns[f"{name} encode"] + ns[f"{name} decode"]
-    extra = extra if saved else 0.0  # nothing is coded: what was timed is an empty loop
-    result: dict[str, Any] = {"saved": saved, "pays_below": saved / extra * 1e9 if saved else 0.0}
-    for title, rate in RATES.items():
-        moved = {"plain": row["bits"] / rate * 1e9, "coded": row["coded_bits"][name] / rate * 1e9}
-        result[title] = {"plain": work + moved["plain"], "coded": work + extra + moved["coded"]}
+    # If nothing shrinks, nothing is coded: an empty loop was timed.
+    once, each = (ns[f"{name} {way}"] if saved else 0.0 for way in ("encode", "decode"))
+    result: dict[str, Any] = {"saved": saved, "pays_below": {}, "plain": {}, "coded": {}}
+    for ranks in RANKS:
+        others = ranks - 1
+        result["pays_below"][ranks] = others * saved / (once + others * each) * 1e9 if saved else 0.0
+        for title, rate in RATES.items():
+            plain = ns["encode"] + others * row["bits"] / rate * 1e9 + ns[f"mean of {ranks}"]
+            result["plain"][title, ranks] = plain
+            result["coded"][title, ranks] = plain + once + others * (each - saved / rate * 1e9)
     return result

@@ -79,14 +79,17 @@ def test_entropy_of_codes_that_are_known() -> None:
 
 
 def test_a_coder_pays_below_the_rate_at_which_both_take_as_long() -> None:
-    ns = {"encode": 0.5, "decode": 0.5, "zstd encode": 1.0, "zstd decode": 1.0}
+    ns = {"encode": 0.5, "mean of 2": 0.5, "mean of 8": 2.0, "zstd encode": 1.0, "zstd decode": 1.0}
     found = entropy_coding.against({"bits": 4.0, "coded_bits": {"zstd": 3.0}, "ns": ns}, "zstd")
-    assert found["pays_below"] == pytest.approx(5e8)  # a bit in 2 ns
-    assert found["100mbit"] == {"plain": pytest.approx(41.0), "coded": pytest.approx(33.0)}
-    assert found["1gbit"] == {"plain": pytest.approx(5.0), "coded": pytest.approx(6.0)}
+    assert found["pays_below"] == {2: pytest.approx(5e8), 8: pytest.approx(7e9 / 8)}  # a bit in 2 ns, and 7 in 8
+    plain, coded = found["plain"], found["coded"]
+    assert (plain["100mbit", 2], coded["100mbit", 2]) == pytest.approx((41.0, 33.0))
+    assert (plain["1gbit", 2], coded["1gbit", 2]) == pytest.approx((5.0, 6.0))
+    assert (plain["1gbit", 8], coded["1gbit", 8]) == pytest.approx((30.5, 31.5))
+    assert (plain["100mbit", 8], coded["100mbit", 8]) == pytest.approx((282.5, 220.5))
     nothing = entropy_coding.against({"bits": 4.0, "coded_bits": {"zstd": 4.0}, "ns": ns}, "zstd")
-    assert nothing["pays_below"] == 0
-    assert nothing["1gbit"]["plain"] == nothing["1gbit"]["coded"]
+    assert nothing["pays_below"] == {2: 0.0, 8: 0.0}
+    assert nothing["plain"] == nothing["coded"]
 
 
 def test_entropy_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
