@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .advisor import advise
-from .codec import codecs
+from .advisor import advise, priority
+from .codec import codecs, entropy_coding
 from .common import report
 from .elastic import elastic
 from .gpu import gpu_model
@@ -37,12 +37,14 @@ COMMANDS: dict[str, ModuleType] = {
     "allreduce": allreduce,
     "codecs": codecs,
     "elastic": elastic,
+    "entropy": entropy_coding,
     "exchange": exchange,
     "gpu-model": gpu_model,
     "hsdp": hsdp,
     "learn": learn,
     "paired": paired,
     "pipeline": pipeline,
+    "priority": priority,
     "profile": profile,
     "step": step,
     "train": train,
@@ -97,6 +99,7 @@ train-far: {large} --rates 100mbit --delay 25ms --arms powersgd terngrad topk8 c
 train-low-rank: {large} --rates 100mbit --arms powersgd low-rank
 train-low-rank-far: {large} --rates 100mbit --delay 25ms --arms powersgd low-rank
 *codecs: codecs
+entropy: entropy
 gpu-model: gpu-model
 step: step --rate 1gbit --rounds 4 --warmup 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk
 step-far: step --rate 1gbit --delay 25ms --width 512 --layers 8 --bucket-mb 1 --rounds 4 --steps 5 --warmup 3 --arms
@@ -156,6 +159,7 @@ learn-large-sgd: {learn} --task large --optimizer sgd --world 2 --batch 8 --step
 *train-small-adamw: train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8
     --readings 8 --timed 4
 advise-check: advise --check
+priority: priority
 *profiling: profile --rate 1gbit
 *allreduce: allreduce --world 8 --repeats 3
 allreduce-bytes: allreduce --world 8 --numel 25600000 --density 0.01 --overlap 0 --arms gather split-k --repeats 2

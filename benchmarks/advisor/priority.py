@@ -113,11 +113,16 @@ def run(options: argparse.Namespace) -> int:
         traces = {name: measured_trace(make, options.steps) for name, make in MODELS.items()}
     result["ways"] = [asdict(way) for way in ways]
     result["models"] = [
-        {"model": name, "trace": asdict(trace), "arms": [sweep(trace, way, options.world) for way in ways]}
+        {"model": name, "trace": listed(trace), "arms": [sweep(trace, way, options.world) for way in ways]}
         for name, trace in traces.items()
     ]
     report.deliver(result, tables(result), options)
     return 0
+
+
+def listed(trace: Trace) -> dict[str, Any]:
+    """A trace as JSON has it."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(trace).items()}
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
