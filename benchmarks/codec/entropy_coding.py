@@ -33,7 +33,7 @@ from ..common import report
 from ..common.arguments import add_output, expect_at_least
 from ..common.arms import label
 from ..common.progress import Progress
-from . import inputs, rans
+from . import inputs
 from .quality import codes, entropy, log2_ways, symbol_entropy
 from .speed import timed, torch_threads
 
@@ -63,6 +63,7 @@ class Coder(NamedTuple):
 
 def coders() -> dict[str, Coder]:
     """By name: rANS, zlib's Huffman codes alone, and zstandard at level 1 if it can be imported."""
+    from . import rans  # with numba, which the other commands must do without where it is broken
 
     def inflate(coded: bytes, out: np.ndarray) -> None:
         out[:] = np.frombuffer(zlib.decompress(coded), np.uint8)

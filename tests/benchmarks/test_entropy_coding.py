@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +92,12 @@ def test_a_coder_pays_below_the_rate_at_which_both_take_as_long() -> None:
     nothing = entropy_coding.against({"bits": 4.0, "coded_bits": {"zstd": 4.0}, "ns": ns}, "zstd")
     assert nothing["pays_below"] == {2: 0.0, 8: 0.0}
     assert nothing["plain"] == nothing["coded"]
+
+
+def test_other_commands_need_no_numba() -> None:
+    """A report on a machine whose numba is broken begins with the command line."""
+    code = "import sys; sys.modules['numba'] = None; import gradwire.benchmarks.cli as cli; cli.main(['--help'])"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
 
 
 def test_entropy_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
