@@ -20,6 +20,7 @@ from .feedback.lead import Lead
 from .feedback.momentum import Momentum
 from .feedback.residual import Residual
 from .feedback.tracking import Tracking
+from .patches import PatchError, PatchReader, PatchWriter
 from .sparse_codec import SparseCodec
 
 #: One example of every codec. Contract tests, benchmarks and the command line take the codecs from here.
@@ -52,6 +53,9 @@ __all__ = [
     "Momentum",
     "OneBit",
     "Outliers",
+    "PatchError",
+    "PatchReader",
+    "PatchWriter",
     "PowerSGD",
     "RandomK",
     "Residual",

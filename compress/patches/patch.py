@@ -1,0 +1,393 @@
+"""Lossless patches of weights, from a trainer to its readers.
+
+A patch leads from one state of the weights, its base, to another, its result:
+
+    "GWPATCH", the format's version (1 byte), bytes of the header (u32) and of the body (u64)
+    header     JSON, deflated: fingerprints of base and result, the result's tensors, bytes of each section
+    body       the sections, one after the other (`sections`)
+    BLAKE2b    256 bits, of all bytes before
+
+Sections follow from the tensors: words of one kind, of tensors that the base has with this dtype and shape, or of new
+ones, by name, cut after `SECTION` words.
+
+A fingerprint is the BLAKE2b of names, dtypes, shapes and two 64-bit sums over each tensor's words and their places
+(`backends.cpu.words`), which change with few words at little cost. It finds accidents, such as another base; whoever
+can forge patches can forge it. Sign the bytes, or send them through a channel that proves who sent them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .sections import PatchError, decode, encode
+from .weights import (
+    DTYPES,
+    NAMES,
+    Change,
+    Section,
+    Weights,
+    change_of,
+    check,
+    cut,
+    each,
+    layout_of,
+    require_flags,
+    words_of,
+)
+
+MAGIC, VERSION = b"GWPATCH", 1
+PREFIX = struct.Struct("<7sBIQ")
+DIGEST_BYTES = 32
+#: How far zlib deflates at most, and bytes that a header may have.
+INFLATION, HEADER_LIMIT = 1032, 1 << 26
+#: Bytes of a stream that are read at once.
+CHUNK = 1 << 20
+
+#: A tensor of the header: name, dtype, shape, and "kept", "new", or the name of an earlier one that is equal.
+Record = tuple[str, str, list[int], str]
+
+
+class PatchWriter:
+    """Turns states of the weights into patches, each from the one before: lossless, bit for bit.
+
+    After an optimizer step at a low learning rate most bfloat16 weights are what they were; a patch has the places of
+    those that changed and their differences in units in the last place, entropy-coded with regard to the weights' old
+    exponents.
+
+    Args:
+        state: weights that all readers have already; the first patch leads from them. None: it is a full snapshot.
+        full_every: every so many patches, one is a full snapshot, from which readers can begin, or begin again.
+
+    The writer keeps a copy of the weights in host memory. Tensors on a GPU are copied to the host a section (4 M
+    words) at a time.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor] | None = None, *, full_every: int | None = None) -> None:
+        if full_every is not None and full_every < 1:
+            raise ValueError(f"full_every is {full_every}: give 1 or more, or None for no full snapshots")
+        self._weights: Weights | None = None
+        self._full_every, self._since = full_every, 0
+        if state is not None:
+            check(state, written=False)
+            self._weights = Weights({name: host_copy(tensor) for name, tensor in state.items()})
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the weights written last, 64 hex digits."""
+        return None if self._weights is None else self._weights.own_fingerprint()
+
+    def write(self, state: Mapping[str, Tensor], *, full: bool = False) -> bytes:
+        """The patch from the state before to this one. The same states give the same bytes.
+
+        Args:
+            state: names and tensors, of any dtype whose elements are whole bytes. Tensors that are new, or have another
+                shape or dtype, are in the patch as a whole; one that shares another's memory is not in it twice.
+            full: a full snapshot, which needs no base.
+
+        Raises:
+            TypeError, ValueError: something in it is no tensor with memory of its own; the message names it.
+        """
+        check(state, written=False)
+        due = self._full_every is not None and self._since >= self._full_every
+        before = Weights({}) if self._weights is None or full or due else self._weights
+        base = None if before is not self._weights else before.own_fingerprint()
+        after = Weights({name: state[name] for name in sorted(state)})
+        records = records_of(after.tensors, before.tensors)
+        sections = sections_of(records)
+
+        def job(section: Section) -> tuple[bytes, Change]:
+            new = after.read(section)
+            old = None if section.new else before.read(section)
+            data, places = encode(old, new, section.kind)
+            return data, change_of(section, places, new if places is None else new[places], old)
+
+        done = each(job, sections)
+        changes = [change for _, change in done]
+        sums = result_sums(before, changes, records)
+        result = before.fingerprint(sums, layout_of(after.tensors))
+        header = {"base": base, "result": result, "tensors": records, "sections": [len(data) for data, _ in done]}
+        packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), 9)
+        body = b"".join(data for data, _ in done)
+        patch = b"".join((PREFIX.pack(MAGIC, VERSION, len(packed), len(body)), packed, body))
+        self._weights = settle(before, changes, records, sums, {})
+        self._since = 1 if base is None else self._since + 1
+        return patch + hashlib.blake2b(patch, digest_size=DIGEST_BYTES).digest()
+
+
+class PatchReader:
+    """Applies patches to weights, in place.
+
+    Args:
+        state: the reader's weights by name, such as `model.state_dict()`, whose tensors share the model's memory. They
+            may lie on any device. None: begin with a full snapshot.
+
+    Attributes:
+        state: the weights after the last patch. Tensors that the state had with the same shape and dtype are written in
+            place, new ones are put into this dict, and those that the result has no longer are taken out.
+    """
+
+    def __init__(self, state: dict[str, Tensor] | None = None) -> None:
+        self.state: dict[str, Tensor] = {} if state is None else state
+        self._weights = Weights(self.state)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights, 64 hex digits: computed in a pass over them at first, then kept."""
+        return self._weights.own_fingerprint()
+
+    def verify(self) -> None:
+        """Compute the fingerprint anew.
+
+        Raises:
+            PatchError: somebody else has written to the weights.
+        """
+        known = self.fingerprint
+        self._weights.measure()
+        if self.fingerprint != known:
+            raise PatchError(f"the weights are {self.fingerprint} and were {known}: ask for a full snapshot")
+
+    def apply(self, source: bytes | bytearray | memoryview | BinaryIO) -> bool:
+        """Apply one patch: either whole, or not at all. Any bytes are safe; until all of them have been verified, the
+        result's fingerprint included, nothing is written. Meanwhile the changes are in memory: some 6 bytes for each
+        word that changes, and of a full snapshot a copy of the weights.
+
+        Args:
+            source: a patch's bytes, or a stream with `read`, from which one patch is taken.
+
+        Returns:
+            False: the stream has ended, before another patch.
+
+        Raises:
+            PatchError: the bytes are no patch, or it does not lead from these weights.
+        """
+        data = source if isinstance(source, bytes | bytearray | memoryview) else read_patch(source)
+        if data is None:
+            return False
+        check(self.state, written=True)
+        header, body = parse(bytes(data))
+        if header["base"] is not None and header["base"] != self.fingerprint:
+            raise PatchError(
+                f"this patch leads from the weights {header['base']} to {header['result']}, and the reader has "
+                f"{self.fingerprint}: apply the patches in between, or ask for a full snapshot"
+            )
+        records = checked(header["tensors"], self.state if header["base"] is not None else {}, len(body))
+        sections = sections_of(records)
+        parts = split(body, header["sections"], len(sections))
+        before = self._weights if header["base"] is not None else Weights({})
+        dtypes = {name: dtype for name, dtype, _, _ in records}
+
+        def job(item: tuple[Section, memoryview]) -> Change:
+            section, part = item
+            old = None if section.new else before.read(section)
+            change = change_of(section, *decode(part, old, section.words, section.kind), old)
+            require_flags(change, dtypes)
+            return change
+
+        changes = each(job, list(zip(sections, parts, strict=True)))
+        sums = result_sums(before, changes, records)
+        result = before.fingerprint(sums, ((name, dtype, shape) for name, dtype, shape, _ in records))
+        if result != header["result"]:
+            raise PatchError(
+                f"this patch would make the weights {result}, and the writer's are {header['result']}: somebody else "
+                "has written to the reader's, or the patch is wrong. Ask for a full snapshot"
+            )
+        require_ties(records, self.state, sums)
+        after = settle(before, changes, records, sums, self.state)
+        self.state.clear()
+        self.state.update(after.tensors)
+        self._weights = Weights(self.state)
+        self._weights.sums = sums
+        return True
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+# ---- both sides
+
+
+def records_of(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> list[Record]:
+    """What a patch says of each tensor."""
+    found: list[Record] = []
+    seen: dict[Any, str] = {}
+    for name, dtype, shape in layout_of(tensors):
+        tensor, old = tensors[name], before.get(name)
+        place = tensor.data_ptr(), tensor.device, dtype, tuple(shape), tensor.stride()
+        how = "kept" if old is not None and (old.dtype, old.shape) == (tensor.dtype, tensor.shape) else "new"
+        if tensor.numel() and seen.setdefault(place, name) != name:
+            how = f"={seen[place]}"
+        found.append((name, dtype, shape, how))
+    return found
+
+
+def sections_of(records: list[Record]) -> list[Section]:
+    coded = [(name, DTYPES[dtype], shape, how) for name, dtype, shape, how in records if how in ("kept", "new")]
+    return cut((name, words_of(d), how == "new", elements(shape) * words_in(d)) for name, d, shape, how in coded)
+
+
+def elements(shape: list[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def words_in(dtype: torch.dtype) -> int:
+    """Words of an element."""
+    return dtype.itemsize * 8 // words_of(dtype).bits
+
+
+def result_sums(before: Weights, changes: list[Change], records: list[Record]) -> dict[str, np.ndarray]:
+    sums = before.sums_after(changes, (name for name, *_ in records))
+    for name, _, _, how in records:
+        if how == "kept":
+            sums[name] += before.sums[name]
+        elif how != "new":
+            sums[name] = sums[how[1:]].copy()
+    return sums
+
+
+def settle(
+    before: Weights, changes: list[Change], records: list[Record], sums: dict[str, np.ndarray], mine: dict[str, Tensor]
+) -> Weights:
+    """The weights after verified changes: in the tensors of `before`, in those of `mine` that fit, or in new ones."""
+    after = Weights({})
+    after.sums = sums
+    for name, dtype, shape, how in records:
+        old = before.tensors.get(name) if how == "kept" else mine.get(name)
+        if old is None or old.dtype != DTYPES[dtype] or list(old.shape) != shape:
+            old = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+        after.tensors[name] = old
+    inference = any(tensor.is_inference() for tensor in after.tensors.values())
+    with torch.no_grad(), torch.inference_mode(inference):
+        for change in changes:
+            after.write(change)
+        for name, _, _, how in records:
+            if how not in ("kept", "new"):
+                tensor, equal = after.tensors[name], after.tensors[how[1:]]
+                if tensor.data_ptr() != equal.data_ptr():
+                    tensor.copy_(equal)
+    return after
+
+
+def require_ties(records: list[Record], mine: Mapping[str, Tensor], sums: Mapping[str, np.ndarray]) -> None:
+    """Raises PatchError if tensors that share memory here would have to differ."""
+    first: dict[int, str] = {}
+    for name, dtype, shape, _ in records:
+        tensor = mine.get(name)
+        if tensor is None or not tensor.numel() or (NAMES[tensor.dtype], list(tensor.shape)) != (dtype, shape):
+            continue
+        other = first.setdefault(tensor.data_ptr(), name)
+        if (sums[name] != sums[other]).any():
+            raise PatchError(f"{name} and {other} share memory here, and differ in the patch: copy one of them")
+
+
+# ---- bytes that may be anything
+
+
+def read_patch(stream: BinaryIO) -> bytes | None:
+    """The next patch of a stream, not yet verified; None if the stream has ended.
+
+    Raises:
+        PatchError: it ends within a patch, or has something else.
+    """
+    data = bytearray()
+    read_up_to(stream, data, PREFIX.size)
+    if not data:
+        return None
+    read_up_to(stream, data, patch_bytes(data))
+    return bytes(data)
+
+
+def read_up_to(stream: BinaryIO, data: bytearray, size: int) -> None:
+    """Read until `data` has so many bytes, or the stream ends. What has not come takes no memory."""
+    while len(data) < size and (chunk := stream.read(min(CHUNK, size - len(data)))):
+        data += chunk
+
+
+def patch_bytes(data: bytes | bytearray) -> int:
+    """How long the patch is that begins like this."""
+    if len(data) < PREFIX.size or data[: len(MAGIC)] != MAGIC:
+        raise PatchError(f"{bytes(data[:16])!r} is not how a patch begins: pass what PatchWriter.write returned")
+    _, version, header, body = PREFIX.unpack(data[: PREFIX.size])
+    if version != VERSION:
+        raise PatchError(f"the patch has format {version}, and this gradwire reads {VERSION}: use one version")
+    return PREFIX.size + int(header) + int(body) + DIGEST_BYTES
+
+
+def parse(data: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Header and body of a patch whose bytes are as they were written.
+
+    Raises:
+        PatchError: they are not.
+    """
+    size = patch_bytes(data)
+    if len(data) != size:
+        raise PatchError(f"the patch has {len(data)} bytes and should have {size}: ask for it again")
+    if hashlib.blake2b(data[:-DIGEST_BYTES], digest_size=DIGEST_BYTES).digest() != data[-DIGEST_BYTES:]:
+        raise PatchError("the patch's bytes have another BLAKE2b than when they were written: ask for it again")
+    length = PREFIX.unpack(data[: PREFIX.size])[2]
+    body = memoryview(data)[PREFIX.size + length : -DIGEST_BYTES]
+    try:
+        inflate = zlib.decompressobj()
+        header = json.loads(inflate.decompress(data[PREFIX.size : PREFIX.size + length], HEADER_LIMIT))
+        shape = inflate.eof and [type(header[name]) for name in ("result", "tensors", "sections")]
+        if shape != [str, list, list] or not isinstance(header["base"], str | None):
+            raise TypeError("fields are missing")
+    except (zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise PatchError(f"the patch's header cannot be read ({error}): ask for a full snapshot") from None
+    return header, body
+
+
+def checked(records: list[Any], mine: Mapping[str, Tensor], body: int) -> list[Record]:
+    """A header's tensors, once it is certain that they are tensors, that `mine` has those that are kept, and that no
+    more memory is asked for than the body can fill.
+
+    Raises:
+        PatchError: they are not.
+    """
+    found: dict[str, Record] = {}
+    asked, most = 0, 2 * INFLATION * body + sum(tensor.nbytes for tensor in mine.values())
+    for record in records:
+        try:
+            name, dtype, shape, how = record
+            sound = isinstance(name, str) and isinstance(how, str) and dtype in DTYPES and isinstance(shape, list)
+            sound = sound and all(type(size) is int and 0 <= size < 1 << 48 for size in shape) and name not in found
+        except (TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise PatchError(f"{str(record)[:200]} is no tensor of a patch: ask for a full snapshot")
+        if how == "kept":
+            tensor = mine.get(name)
+            sound = tensor is not None and (NAMES[tensor.dtype], list(tensor.shape)) == (dtype, shape)
+        elif how != "new":
+            first = found.get(how[1:])
+            sound = how[:1] == "=" and first is not None and first[1:3] == (dtype, shape) and first[3][:1] != "="
+        if how != "kept":
+            asked += math.prod(shape) * DTYPES[dtype].itemsize
+        if not sound or asked > most:
+            raise PatchError(
+                f"{name}, {dtype} {shape}, {how!r}, is not in these weights, or not in {body} bytes: ask for a full "
+                "snapshot"
+            )
+        found[name] = name, dtype, shape, how
+    return list(found.values())
+
+
+def split(body: memoryview, sizes: list[Any], count: int) -> list[memoryview]:
+    """The bytes of each of `count` sections."""
+    if len(sizes) != count or any(type(size) is not int or size < 0 for size in sizes) or sum(sizes) != len(body):
+        raise PatchError(
+            f"the patch has {len(body)} bytes for {count} sections, divided as {str(sizes)[:50]}: ask again"
+        )
+    bounds = np.cumsum([0, *sizes]).tolist()
+    return [body[a:b] for a, b in pairwise(bounds)]
