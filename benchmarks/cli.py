@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from . import publish
 from .advisor import advise, priority
-from .codec import codecs, entropy_coding, warm
+from .codec import codecs, entropy_coding, patches, warm
 from .common.launch import LinkError
 from .elastic import elastic
 from .gpu import gpu, gpu_model, host
@@ -41,6 +41,7 @@ COMMANDS = {
     "elastic": (elastic, "kill and restart replicas of LocalUpdates on links of known speed: goodput, loss and stalls"),
     "links": (run, "run a program on links of a known speed and length"),
     "profile": (profile, "draw one bucket's way through a real step"),
+    "patch": (patches, "count bytes and seconds of patches of weights between checkpoints of fine-tuning"),
     "publish": (publish, "regenerate every figure of docs/benchmark-tables.md"),
     "warm": (warm, "compile kernels ahead, so that no training begins with it"),
     "gpu-model": (gpu_model, "count the CUDA kernels' instructions, and model what they take on GPUs; needs none"),

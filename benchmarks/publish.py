@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from .advisor import advise, priority
-from .codec import codecs, entropy_coding
+from .codec import codecs, entropy_coding, patches
 from .common import report
 from .elastic import elastic
 from .gpu import gpu_model
@@ -43,6 +43,7 @@ COMMANDS: dict[str, ModuleType] = {
     "hsdp": hsdp,
     "learn": learn,
     "paired": paired,
+    "patch": patches,
     "pipeline": pipeline,
     "priority": priority,
     "profile": profile,

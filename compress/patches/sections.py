@@ -7,12 +7,12 @@ Values are ordered integers: a float's sign and magnitude, so that the next larg
 NaN have numbers of their own. Differences wrap around. DENSE has them in zig-zag, a plane of bytes after the other.
 
 SPARSE goes by groups. Small weights change most, as an update of equal size is more units in the last place to them,
-and the reader knows how large each was: so exponents of the old words divide a section into up to four groups, each of
+and the reader knows how large each was: so exponents of the old words divide a section into up to five groups, each of
 its own density. Places count among a group's members, and in the last group, of the larger weights, in the section.
 A dense group has a bit for each member, another the gaps between changed ones: their low bits, and the rest as bytes,
 255 for "255, and more". A difference is a sign, and a magnitude less 1 in 2 bits, in a byte, or in a word.
 
-Each stream of bytes is deflated by zlib, matched with nothing but the byte before, or kept where that is no shorter.
+Each stream of bytes is deflated by zlib, which codes bytes and runs of one byte, or kept where that is no shorter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 SECTION = 1 << 22
 SPARSE, DENSE = 0, 1
 #: A group ends where fewer of the next exponent's words have changed than these shares.
-SHARES = (0.5, 0.15, 0.04)
+SHARES = (0.5, 0.15, 0.04, 0.012)
 #: Fewer changes are one group: each has tables of its own.
 GROUPED = 512
 #: A group of less than one change in so many words has gaps.
@@ -177,7 +177,8 @@ def pack(data: np.ndarray) -> bytes:
     counts = np.bincount(data, minlength=256)
     shares = counts[counts > 0] / max(1, len(data))
     if len(data) < 4096 or -(shares * np.log2(shares)).sum() < 7.9:
-        deflate = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
+        strategy = zlib.Z_RLE if shares.max(initial=0) > 0.5 else zlib.Z_HUFFMAN_ONLY
+        deflate = zlib.compressobj(9, zlib.DEFLATED, -15, 9, strategy)
         deflated = deflate.compress(raw) + deflate.flush()
         if len(deflated) < len(raw):
             return struct.pack("<I", len(deflated) | DEFLATED) + deflated
