@@ -50,7 +50,7 @@ MAGIC, VERSION = b"GWPATCH", 1
 PREFIX = struct.Struct("<7sBIQ")
 DIGEST_BYTES = 32
 #: How far zlib deflates at most, and bytes that a header may have.
-INFLATION, HEADER_LIMIT = 1032, 1 << 26
+INFLATION, HEADER_LIMIT = 1032, 1 << 24
 #: Bytes of a stream that are read at once.
 CHUNK = 1 << 20
 
@@ -116,13 +116,20 @@ class PatchWriter:
         changes = [change for _, change in done]
         sums = result_sums(before, changes, records)
         result = before.fingerprint(sums, layout_of(after.tensors))
-        header = {"base": base, "result": result, "tensors": records, "sections": [len(data) for data, _ in done]}
+        header: dict[str, Any] = {
+            "base": base,
+            "result": result,
+            "tensors": records,
+            "sections": [len(data) for data, _ in done],
+        }
         packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), 9)
-        body = b"".join(data for data, _ in done)
-        patch = b"".join((PREFIX.pack(MAGIC, VERSION, len(packed), len(body)), packed, body))
+        parts = [PREFIX.pack(MAGIC, VERSION, len(packed), sum(header["sections"])), packed, *(data for data, _ in done)]
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for part in parts:
+            digest.update(part)
         self._weights = settle(before, changes, records, sums, {})
         self._since = 1 if base is None else self._since + 1
-        return patch + hashlib.blake2b(patch, digest_size=DIGEST_BYTES).digest()
+        return b"".join((*parts, digest.digest()))
 
 
 class PatchReader:
@@ -170,6 +177,7 @@ class PatchReader:
 
         Raises:
             PatchError: the bytes are no patch, or it does not lead from these weights.
+            TypeError, ValueError: a tensor of the reader's cannot be written; the message names it.
         """
         data = source if isinstance(source, bytes | bytearray | memoryview) else read_patch(source)
         if data is None:
@@ -281,12 +289,12 @@ def settle(
 
 def require_ties(records: list[Record], mine: Mapping[str, Tensor], sums: Mapping[str, np.ndarray]) -> None:
     """Raises PatchError if tensors that share memory here would have to differ."""
-    first: dict[int, str] = {}
+    first: dict[tuple[int, int], str] = {}
     for name, dtype, shape, _ in records:
         tensor = mine.get(name)
         if tensor is None or not tensor.numel() or (NAMES[tensor.dtype], list(tensor.shape)) != (dtype, shape):
             continue
-        other = first.setdefault(tensor.data_ptr(), name)
+        other = first.setdefault((tensor.data_ptr(), tensor.nbytes), name)
         if (sums[name] != sums[other]).any():
             raise PatchError(f"{name} and {other} share memory here, and differ in the patch: copy one of them")
 
@@ -333,7 +341,7 @@ def parse(data: bytes) -> tuple[dict[str, Any], memoryview]:
     size = patch_bytes(data)
     if len(data) != size:
         raise PatchError(f"the patch has {len(data)} bytes and should have {size}: ask for it again")
-    if hashlib.blake2b(data[:-DIGEST_BYTES], digest_size=DIGEST_BYTES).digest() != data[-DIGEST_BYTES:]:
+    if hashlib.blake2b(memoryview(data)[:-DIGEST_BYTES], digest_size=DIGEST_BYTES).digest() != data[-DIGEST_BYTES:]:
         raise PatchError("the patch's bytes have another BLAKE2b than when they were written: ask for it again")
     length = PREFIX.unpack(data[: PREFIX.size])[2]
     body = memoryview(data)[PREFIX.size + length : -DIGEST_BYTES]

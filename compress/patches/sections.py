@@ -118,10 +118,10 @@ def encode_sparse(old: np.ndarray, new: np.ndarray, changed: np.ndarray, places:
         order.append(places_of(chosen))
         bits = no_bits(count)
         kernels().gather_bits(chosen, members, bits)
-        out.append(encode_places(bits, places_of(bits), count))
+        out.append(encode_places(bits, len(order[-1]), count))
         changed = changed ^ chosen
     order.append(places_of(changed))
-    out.append(encode_places(changed, order[-1], len(old)))
+    out.append(encode_places(changed, len(order[-1]), len(old)))
     everywhere = np.concatenate(order)
     magnitudes, negative = np.empty(len(everywhere), kind.dtype), np.empty(len(everywhere), bool)
     kernels().subtract(old, new, everywhere, kind.flip, magnitudes, negative)
@@ -148,19 +148,19 @@ def group_limits(old: np.ndarray, places: np.ndarray, kind: Words) -> list[int]:
     return sorted(found)
 
 
-def encode_places(bits: np.ndarray, places: np.ndarray, members: int) -> bytes:
-    """Ascending places below `members`, which are those of set bits."""
-    count = struct.pack("<I", len(places))
-    if BITS_UP_TO * len(places) > members:
-        return count + b"\0" + pack(bits.view(np.uint8)[: -(-members // 8)])
-    gaps = np.diff(places, prepend=-1) - 1
-    width = low_bits(len(places), members)
+def encode_places(bits: np.ndarray, count: int, members: int) -> bytes:
+    """The places of `count` set bits below `members`."""
+    begin = struct.pack("<I", count)
+    if BITS_UP_TO * count > members:
+        return begin + b"\0" + pack(bits.view(np.uint8)[: -(-members // 8)])
+    gaps = np.diff(places_of(bits), prepend=-1) - 1
+    width = low_bits(count, members)
     high = gaps >> width
     more = high // MORE
     stream = np.full(len(gaps) + int(more.sum()), MORE, np.uint8)
     stream[np.cumsum(more + 1) - 1] = high % MORE
     low = pack((gaps & ((1 << width) - 1)).astype(np.uint8)) if width else b""
-    return count + b"\1" + struct.pack("<I", len(stream)) + pack(stream) + low
+    return begin + b"\1" + struct.pack("<I", len(stream)) + pack(stream) + low
 
 
 def pairs_of_bits(magnitude: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ LAYERS = (
     ("kernels", r"csrc(\..+)?"),
     ("formats", r"compress\.formats(\..+)?"),
     ("backends", r"compress\.backends(\..+)?"),
+    ("patches", r"compress\.patches(\..+)?"),
     ("codec contract", r"compress\.(codec|sparse_codec|deprecated)"),
     ("codecs", r"compress\.(?!feedback(\.|$)).+"),
     ("feedback", r"compress\.feedback(\.(?!store$).+)?"),
@@ -202,6 +203,7 @@ def test_a_sound_library_passes() -> None:
         ("compress.codec", "from .codecs.topk import TopK", "compress.codecs.topk (codecs) from below"),
         ("compress.codec", "def f():\n    from .codecs.topk import TopK", "compress.codec:2"),
         ("compress.codec", "from .codecs import topk", "compress.codecs.topk (codecs) from below"),
+        ("compress.patches.patch", "from ..codec import Codec", "compress.codec (codec contract) from below (patches)"),
         ("compress.codecs.topk", "from .. import TopK", "compress (compress) from below (codecs)"),
         (
             "compress.codecs.topk",

@@ -128,28 +128,52 @@ def set_bits(places: Any, bits: Any) -> None:
 
 @compiled
 def gather_bits(bits: Any, members: Any, gathered: Any) -> None:
-    """Those bits where `members` has one, next to each other, into zeros."""
+    """Bits, which `members` has too, at their ranks among the members', into zeros."""
     at: Any = 0
     for i in range(len(members)):
-        left: Any = members[i]
+        left: Any = bits[i]
         while left:
-            gathered[at >> 6] |= ((bits[i] >> lowest_bit(left)) & 1) << (at & 63)
-            at += 1
-            left &= left - 1
+            lowest = left & -left
+            rank = at + count_ones(members[i] & (lowest - 1))
+            gathered[rank >> 6] |= 1 << (rank & 63)
+            left ^= lowest
+        at += count_ones(members[i])
+
+
+@inlined
+def place_of(rank: Any, word: Any) -> Any:
+    """The place of a set bit by its rank, among more."""
+    place: Any = 0
+    width: Any = 32
+    while width:
+        ones = count_ones((word >> place) & ((1 << width) - 1))
+        if rank >= ones:
+            rank -= ones
+            place += width
+        width >>= 1
+    return place
 
 
 @compiled
 def scatter_bits(gathered: Any, members: Any, bits: Any) -> None:
-    """The inverse: bits that lie next to each other, where `members` has one, into zeros."""
+    """The inverse: bits at the places of the members of their ranks."""
     at: Any = 0
     for i in range(len(members)):
-        left: Any = members[i]
+        count = count_ones(members[i])
         found: Any = 0
-        while left:
-            found |= ((gathered[at >> 6] >> (at & 63)) & 1) << lowest_bit(left)
-            at += 1
-            left &= left - 1
+        if count:
+            # The ranks of this word's members may begin in one word and end in the next.
+            shift = at & 63
+            left: Any = (gathered[at >> 6] >> shift) & ((1 << (64 - shift)) - 1 if shift else -1)
+            if shift + count > 64:
+                left |= gathered[(at >> 6) + 1] << (64 - shift)
+            if count < 64:
+                left &= (1 << count) - 1
+            while left:
+                found |= 1 << place_of(lowest_bit(left), members[i])
+                left &= left - 1
         bits[i] = found
+        at += count
 
 
 @compiled
@@ -163,8 +187,9 @@ def subtract(old: Any, new: Any, places: Any, flip: Any, magnitudes: Any, negati
     for i in range(len(places)):
         a, b = np.int64(old[places[i]]), np.int64(new[places[i]])
         difference = ((b ^ (flip * (b >> top))) - (a ^ (flip * (a >> top)))) << (63 - top) >> (63 - top)
-        negative[i] = difference < 0
-        magnitudes[i] = ~difference if difference < 0 else difference - 1
+        sign = difference >> 63  # without a branch, which would go either way half of the time
+        negative[i] = sign & 1
+        magnitudes[i] = (difference ^ sign) - 1 - sign
 
 
 @compiled
@@ -173,6 +198,7 @@ def add(old: Any, places: Any, flip: Any, magnitudes: Any, negative: Any, words:
     top = 8 * old.itemsize - 1
     for i in range(len(places)):
         a = np.int64(old[places[i]])
-        difference = np.int64(magnitudes[i])
-        b = ((a ^ (flip * (a >> top))) + (~difference if negative[i] else difference + 1)) & ((1 << (top + 1)) - 1)
+        sign = -np.int64(negative[i])
+        difference = (np.int64(magnitudes[i]) + 1 + sign) ^ sign
+        b = ((a ^ (flip * (a >> top))) + difference) & ((1 << (top + 1)) - 1)
         words[i] = b ^ (flip * (b >> top))
