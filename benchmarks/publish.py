@@ -90,6 +90,7 @@ BEGINNINGS = {
     "large": "train --task large --search --runs benchmarks/results/train.jsonl --readings 10 --timed 8 --warmup 2",
     "learn": "learn benchmarks/results/learn.jsonl",
     "stages": "pipeline --arms float16 q8-q4 q6-q4 q4 --rounds 12 --steps 1",
+    "head": "paired --task head --world 4 --reference fp32 --arms fp16 powersgd low-rank factors --warmup 3 --models 1",
     "zeros": "paired --rates 1gbit 10gbit --reference fp32 --arms fp16 blocks --warmup 1 --models 1",
 }
 #: Each one's name, with a star where it has a picture, and its command.
@@ -123,6 +124,8 @@ pipeline: {stages} --rates 100mbit 300mbit 1gbit
 pipeline-4: {stages} --rates 100mbit 1gbit --world 4
 pipeline-far: {stages} --rates 100mbit --delay 25ms
 pipeline-far-4: {stages} --rates 100mbit --delay 25ms --world 4
+paired-head: {head} --rates 1gbit --batch 64 --rounds 3 --steps 1
+paired-head-8: {head} --rates 1gbit 10gbit --batch 8 --rounds 5 --steps 1
 hsdp: hsdp --rate 1gbit
 elastic: elastic --rate 100mbit --delay 25ms --seed 3 4 5
 elastic-inside: elastic --rate 100mbit --delay 25ms --seed 3 4 5 --kill-in exchange --arms gradwire gradwire-undisturbed

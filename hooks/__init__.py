@@ -10,6 +10,7 @@ from .local_sgd.schedule import Rounds
 from .local_sgd.updates import LocalUpdates
 from .pipelining.stage import StageCompression, compress_stage
 from .sparse.all_reduce import sparse_all_reduce
+from .sufficient_factors.gradients import SufficientFactors
 from .training.recommend import Recommendation, recommend
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Rounds",
     "StageCompression",
     "Statistics",
+    "SufficientFactors",
     "compress_fsdp",
     "compress_hook",
     "compress_stage",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import CompressState, LocalUpdates, Rounds, compress_hook, recommend
+from ... import CompressState, LocalUpdates, Rounds, SufficientFactors, compress_hook, recommend
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 from ...hooks.auto.planner import HALF_PRECISION
@@ -66,6 +66,7 @@ class Arm:
         exchange: gradwire's; "auto" may send float32 too; None: for `install` to say.
         horovod: by the Horovod interface instead of DDP.
         rank: PowerSGD's.
+        factors: the linear layers whose gradients `SufficientFactors` takes, by name; DDP all-reduces the others.
         bits: on the wire for each element, where nothing counts them.
         every: steps from one exchange of parameters to the next, by `LocalUpdates`; 0: gradients, in every step.
         delay: steps from sending these to applying them; what is trained meanwhile is kept.
@@ -79,6 +80,7 @@ class Arm:
     exchange: str | None = None
     horovod: bool = False
     rank: int = 0
+    factors: tuple[str, ...] = ()
     bits: float = 32.0
     every: int = 0
     delay: int = 0
@@ -136,6 +138,7 @@ class Arm:
         """
         if self.horovod or self.every:
             return Installed(self, model, model, seed=seed)
+        factors = SufficientFactors(model, self.factors) if self.factors else None
         ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if self.rank else bucket_mb)
         # Buffers never change here, and DDP would send them before every step, a latency that no hook hides. The
         # argument for that has another name from torch 2.13 on.
@@ -145,7 +148,7 @@ class Arm:
             ddp._register_builtin_comm_hook(hook.function)
         elif hook.function is not None:
             ddp.register_comm_hook(hook.state, hook.function)
-        return Installed(self, model, ddp, hook.state)
+        return Installed(self, model, ddp, factors or hook.state)
 
 
 #: Values of `Installed.sends`.
@@ -224,7 +227,7 @@ class Installed:
         return HALF if self.arm.codec != HALF_PRECISION and all(what.endswith(half) for what in smaller) else COMPRESSED
 
     def close(self) -> None:
-        if isinstance(self.state, CompressState | LocalUpdates):
+        if isinstance(self.state, CompressState | LocalUpdates | SufficientFactors):
             self.state.close()
 
 
@@ -271,6 +274,7 @@ ARMS = {
         Arm("topk-0.1", "#E69F00", codec=TopK(density=0.001)),
         Arm("topk8", "#E69F00", codec=EIGHT_PERCENT),
         Arm("low-rank", "#332288", codec=PowerSGD(rank=4)),
+        Arm("factors", "#4477AA", "gradwire, SufficientFactors of the head", factors=("head",)),
         Arm("chunked", "#882255", codec=ChunkedTopK()),
         Arm("chunked6", "#882255", codec=ChunkedTopK(k=1000, chunk=16384)),
         Arm("chunked1.5", "#AA6688", codec=ChunkedTopK(k=1000, chunk=65536)),

@@ -69,6 +69,20 @@ class Tables(nn.Module):
         return result
 
 
+class Classifier(nn.Module):
+    """A small body and a head of very many classes."""
+
+    def __init__(self, classes: int = 50_000, width: int = 1024) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(256, width), nn.ReLU())
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of float32 [batch, 256]."""
+        result: Tensor = self.head(self.body(x))
+        return result
+
+
 class Experts(nn.Module):
     """A mixture of perceptrons of which each sample takes one: those that no sample takes have no gradient."""
 

@@ -32,17 +32,18 @@ import torch.nn.functional as F
 from ..common import report
 from ..common.arguments import add_arms, add_layers, add_output, add_turns
 from ..common.arms import ARMS, TRAINED, Arm, Installed
-from ..common.models import Experts, Tables, perceptron
+from ..common.models import Classifier, Experts, Tables, perceptron
 from ..learning import tasks, train
 from ..links import flags
 from ..links.driver import average, document, measured
 from ..links.verification import caption
 
-LINEAR, TABLES, EXPERTS = "linear", "tables", "experts"
-#: Models whose gradients are mostly zero.
-MOSTLY_ZERO = {
+LINEAR, TABLES, EXPERTS, HEAD = "linear", "tables", "experts", "head"
+#: Models whose gradients say little: mostly zero, or of a low rank.
+DRAWN = {
     TABLES: "ten tables of 100,000 embeddings of 64, one of each a sample",
     EXPERTS: "16 experts of 0.5 M parameters, one a sample",
+    HEAD: "a head of 50,000 classes and width 1024 on a small body",
 }
 #: The reference's second model.
 AGAIN = "again"
@@ -53,7 +54,7 @@ SECONDS = ("wall", "cpu")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--task", choices=(LINEAR, *MOSTLY_ZERO, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)"
+        "--task", choices=(LINEAR, *DRAWN, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)"
     )
     flags.add_links(parser, "none")
     add_arms(parser, {name: arm.title for name, arm in ARMS.items()}, ["python", "dense"])
@@ -128,10 +129,10 @@ def linear(arm: Arm, width: int, layers: int, batch: int, bucket_mb: float | Non
     return Trainee(installed, step)
 
 
-def mostly_zero(arm: Arm, kind: str, batch: int, bucket_mb: float | None) -> Trainee:
-    """Steps of one of `MOSTLY_ZERO` under plain SGD, each with a batch of its own."""
+def drawn_batches(arm: Arm, kind: str, batch: int, bucket_mb: float | None) -> Trainee:
+    """Steps of one of `DRAWN` under plain SGD, each with a batch of its own."""
     torch.manual_seed(0)
-    model: torch.nn.Module = Tables() if kind == TABLES else Experts()
+    model = {TABLES: Tables, EXPERTS: Experts, HEAD: Classifier}[kind]()
     installed = arm.install(model, bucket_mb)
     optimizer = installed.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -142,7 +143,11 @@ def mostly_zero(arm: Arm, kind: str, batch: int, bucket_mb: float | None) -> Tra
             x = torch.randint(100_000, (batch, 10), generator=generator)
         else:
             x = torch.randn(batch, 256, generator=generator)
-        installed.model(x).square().mean().backward()
+        out = installed.model(x)
+        if kind == HEAD:
+            F.cross_entropy(out, torch.randint(out.shape[1], (batch,), generator=generator)).backward()
+        else:
+            out.square().mean().backward()
         optimizer.step()
 
     return Trainee(installed, step)
@@ -171,8 +176,8 @@ def measure(
     make: Callable[[Arm], Trainee]
     if task == LINEAR:
         known, make = ARMS, partial(linear, width=width, layers=layers, batch=batch, bucket_mb=bucket_mb)
-    elif task in MOSTLY_ZERO:
-        known, make = ARMS, partial(mostly_zero, kind=task, batch=batch, bucket_mb=bucket_mb)
+    elif task in DRAWN:
+        known, make = ARMS, partial(drawn_batches, kind=task, batch=batch, bucket_mb=bucket_mb)
     else:
         known, make = ARMS | TRAINED, partial(learner, tasks.TASKS[task])
     trainees = {name: [make(known[name]) for _ in range(models)] for name in arms}
@@ -247,8 +252,8 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         to = title(network["arms"][0]["reference"], arguments["task"])
         if arguments["task"] == LINEAR:
             what = f"linear layers, {network['parameters'] / 1e6:.1f} M parameters, batch {arguments['batch']}"
-        elif arguments["task"] in MOSTLY_ZERO:
-            what = f"{MOSTLY_ZERO[arguments['task']]}, {network['parameters'] / 1e6:.1f} M parameters, "
+        elif arguments["task"] in DRAWN:
+            what = f"{DRAWN[arguments['task']]}, {network['parameters'] / 1e6:.1f} M parameters, "
             what += f"batch {arguments['batch']} a rank"
         else:
             what = tasks.TASKS[arguments["task"]].title
