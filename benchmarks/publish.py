@@ -137,7 +137,11 @@ learn-mask: {learn} --learning-rates 8e-3 --arms topk1-exact-b5 topk1-split-b5 t
 learn-muon: {learn} --optimizer muon --steps 3000 --learning-rates 8e-3 1.6e-2 --arms local3-qsgd4 local5-chunked25
     local5-wide3
 learn-muon-tried: {learn} --optimizer muon --steps 3000 --seeds 1 --learning-rates 1.6e-2 --arms local3-qsgd4
-    local2-chunked25 local5-chunked25 local10-chunked25 local5-wide3 local5-wide1.5 local26-ternary muloco30-2bit
+    local2-chunked25 local5-chunked25 local10-chunked25 local5-wide3 local5-wide1.5
+    local5-wide1.5-b8 local4-wide1.2-b8 local26-ternary
+learn-muloco: {learn} --optimizer muon --steps 3000 --seeds 1 --learning-rates 8e-3 1.6e-2 --arms muloco30-2bit
+learn-stages: {learn} --learning-rates 8e-3 --arms stages4-q8 stages4-q8-q4 stages4-q6-q4
+learn-stages-tried: {learn} --seeds 1 --learning-rates 8e-3 --arms stages4-q4 stages4-q4-unrotated
 learn-muon-gradients: {learn} --optimizer muon --steps 1000 --seeds 1 --learning-rates 8e-3 --arms chunked25-b5
     powersgd4 wide0.7-b5 tracking95-ternary
 learn-tried: {learn} --seeds 1 --learning-rates 8e-3 --arms chunked25 chunked25-late chunked18 topk7.5-split topk4
