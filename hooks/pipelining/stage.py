@@ -67,6 +67,7 @@ class Direction:
     expected: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     shapes: dict[int, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
 
+    @torch.inference_mode(False)
     def wire(self, wires: dict[tuple[int, int], Tensor], chunk: int, index: int, tensor: Tensor) -> Tensor:
         nbytes = self.coder.wire_bytes(tensor.numel())
         known = wires.get((chunk, index))
@@ -210,7 +211,7 @@ def compress_stage(
         codec: of activations.
         backward: of their gradients; None: `codec` too, `Identity()`: they travel as they are.
         rotate: multiply each 256 elements by a Hadamard matrix before they are encoded: activations have outliers,
-            which cost others of their block their precision (He et al., "Beyond Outliers / TAH-Quant", 2025).
+            which cost others of their block their precision (He et al., "TAH-Quant", arXiv 2506.01352, 2025).
         error_feedback: add what a gradient's code left out to the next micro-batch's gradient ("lazy error
             propagation": Song et al., "Optimus-CC", ASPLOS 2023). Codes are those with which a residual stays bounded.
         smallest: tensors of fewer elements travel as they are.

@@ -18,6 +18,7 @@ ROTATED = SIDE * SIDE
 
 
 @cache
+@torch.inference_mode(False)
 def hadamard(device: torch.device) -> Tensor:
     """The symmetric Hadamard matrix of Sylvester's construction, [16, 16], scaled to be its own inverse."""
     matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
@@ -42,7 +43,7 @@ class TensorCoder:
     Args:
         codec: of flat tensors.
         rotate: multiply each 256 elements by a Hadamard matrix first, which spreads an outlier over all of them: what a
-            block's norm is for (He et al., "TAH-Quant", 2025).
+            block's norm is for (He et al., "TAH-Quant", arXiv 2506.01352, 2025).
         draw: for stochastic codes; each code takes its next step.
         feedback: what a code leaves out of a tensor is added to the next one of the same index, the next micro-batch's.
     """
@@ -67,6 +68,7 @@ class TensorCoder:
         large = tensor.dtype in DTYPES and tensor.layout == torch.strided and numel >= max(1, smallest)
         return large and self.wire_bytes(numel) < tensor.nbytes
 
+    @torch.inference_mode(False)
     def scratch_of(self, tensor: Tensor) -> Scratch:
         n, device = self.length(tensor.numel()), tensor.device
         if (n, device) not in self.scratch:
@@ -77,8 +79,9 @@ class TensorCoder:
     def turned(self, values: Tensor, out: Tensor) -> Tensor:
         """H·X·H of each 16 x 16 elements X, which undoes itself."""
         matrix, square = hadamard(values.device), values.view(-1, SIDE, SIDE)
-        torch.mm(values.view(-1, SIDE), matrix, out=out.view(-1, SIDE))
-        torch.matmul(matrix, out.view(-1, SIDE, SIDE), out=square)
+        with torch.autocast(values.device.type, enabled=False):
+            torch.mm(values.view(-1, SIDE), matrix, out=out.view(-1, SIDE))
+            torch.matmul(matrix, out.view(-1, SIDE, SIDE), out=square)
         return values
 
     @torch.no_grad()
@@ -96,11 +99,14 @@ class TensorCoder:
             flat = self.turned(scratch.values, scratch.rotated) if self.rotate else scratch.values
         else:
             flat = tensor.view(-1)
-        self.draw[1] += 1
+        if self.codec.stochastic:
+            self.draw[1] += 1
         if self.feedback:
             residual = self.residuals.get(str(index))
             if residual is None or residual.shape != flat.shape:
-                residual = self.residuals[str(index)] = torch.zeros_like(flat, dtype=torch.float32)
+                with torch.inference_mode(False):
+                    residual = torch.zeros(len(flat), dtype=torch.float32, device=flat.device)
+                self.residuals[str(index)] = residual
             self.codec.encode_feedback(flat, residual, wire, self.draw, scratch.workspace)
         else:
             self.codec.encode(flat, wire, self.draw, scratch.workspace)

@@ -11,6 +11,7 @@ import tracemalloc
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import gradwire
@@ -170,7 +171,10 @@ def drawn_shape(rng: np.random.Generator) -> tuple[int, ...]:
 def drawn_states(seed: int, count: int) -> list[State]:
     """States of which each changes the one before: values, and now and then tensors come, go or change their shape."""
     rng = np.random.default_rng(seed)
-    state = {f"layer.{i}": drawn_tensor(rng, rng.choice(DTYPES), drawn_shape(rng)) for i in range(rng.integers(0, 6))}
+    state = {
+        f"layer.{i}": drawn_tensor(rng, DTYPES[rng.integers(len(DTYPES))], drawn_shape(rng))
+        for i in range(rng.integers(0, 6))
+    }
     state |= {f"weight.{i}": drawn_tensor(rng, torch.bfloat16, (int(rng.integers(1, 3000)),)) for i in range(2)}
     found = [state]
     for _ in range(count - 1):
@@ -179,7 +183,7 @@ def drawn_states(seed: int, count: int) -> list[State]:
         if fate < 0.1:
             del state[name]
         elif fate < 0.2:
-            state[name] = drawn_tensor(rng, rng.choice(DTYPES), drawn_shape(rng))
+            state[name] = drawn_tensor(rng, DTYPES[rng.integers(len(DTYPES))], drawn_shape(rng))
         elif fate < 0.3:
             state[f"new.{rng.integers(9)}"] = state[name]  # in the same memory
         found.append(state)
@@ -313,6 +317,7 @@ def test_bytes_of_former_versions_are_read() -> None:
 
 
 def test_a_model_is_patched_in_place() -> None:
+    trained: Any
     trained, replica = (nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)) for _ in range(2))
     writer, reader = PatchWriter(), PatchReader(replica.state_dict())
     for _ in range(3):
@@ -527,7 +532,7 @@ def test_any_section_gives_words_or_is_refused(seed: int) -> None:
             data[:1] = bytes([rng.integers(2)])
         else:
             for _ in range(rng.integers(1, 5)):
-                data[int(rng.integers(len(data)))] = rng.choice([0, 1, 2, 3, 255, rng.integers(256)])
+                data[int(rng.integers(len(data)))] = int(rng.choice([0, 1, 2, 3, 255, int(rng.integers(256))]))
             data = data[: rng.integers(len(data) + 1)] if fate < 0.3 else data
         try:
             places, words = sections.decode(memoryview(bytes(data)), old, count, kind)
@@ -620,7 +625,7 @@ def test_nothing_is_written_before_all_is_verified() -> None:
         reader = PatchReader({name: tensor.clone() for name, tensor in old.items()})
         calls = []
 
-        def failing(part: memoryview, *rest: object) -> object:
+        def failing(part: memoryview, *rest: Any) -> Any:
             calls.append(part)
             if len(calls) == len(opened(data)[0]["sections"]):
                 raise PatchError("the last one")

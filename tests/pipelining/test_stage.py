@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from gradwire import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, PowerSGD, Ternary, compress_stage
 from gradwire.benchmarks.learning.stages import Boundary, Crossing, StageCodes
 from gradwire.compress import new_draw
-from gradwire.hooks.pipelining.tensor_coder import ROTATED, TensorCoder
+from gradwire.hooks.pipelining.tensor_coder import ROTATED, TensorCoder, hadamard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -232,6 +233,20 @@ def test_no_memory_is_taken_after_the_first_tensor() -> None:
     assert addresses == [
         one.data_ptr() for one in vars(coder.scratch_of(torch.ones(1000))).values() if isinstance(one, Tensor)
     ]
+
+
+def test_codes_do_not_depend_on_autocast_or_inference_mode() -> None:
+    x, wires = torch.randn(300, generator=torch.Generator().manual_seed(0)), []
+    for mode in (nullcontext(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode()):
+        hadamard.cache_clear()
+        coder = TensorCoder(QSGD(rounding="nearest"), True, new_draw(0), feedback=True)
+        with mode:
+            wire, out = torch.empty(coder.wire_bytes(300), dtype=torch.uint8), torch.empty(300)
+            coder.encode(x, wire, 0)
+            coder.decode(wire, out)
+        wires.append(wire.clone())
+        coder.encode(x, torch.empty(coder.wire_bytes(300), dtype=torch.uint8), 0)
+    assert all(torch.equal(wire, wires[0]) for wire in wires)
 
 
 @on_ranks(2)
