@@ -63,7 +63,8 @@ def sdist(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sdist of a clone, unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(build("sdist", clone, folder / "built")) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
     return unpacked
 
