@@ -135,7 +135,7 @@ def rooms_picture(modules: Mapping[str, str]) -> str:
     graph = rooms(modules)
     levels = depths(graph)
     rows = [sorted(name for name in graph if levels[name] == i) for i in reversed(range(max(levels.values()) + 1))]
-    wide, high, width = 172, 66, 940
+    high, width = 66, 1080
     places = {
         name: (width * (i + 1) / (len(row) + 1), 44 + high * number)
         for number, row in enumerate(rows)
@@ -144,6 +144,7 @@ def rooms_picture(modules: Mapping[str, str]) -> str:
     lines, boxes = [], []
     for name, targets in sorted(graph.items()):
         (x, y) = places[name]
+        wide = 8 * len(name) + 16
         boxes.append(f'<rect class="box" x="{x - wide / 2:.0f}" y="{y - 16}" width="{wide}" height="32" rx="6"/>')
         boxes.append(f'<text class="code middle" x="{x:.0f}" y="{y + 5}">{escape(name)}</text>')
         for target in sorted(targets):
