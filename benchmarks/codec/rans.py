@@ -90,7 +90,7 @@ def normalized(counts: np.ndarray) -> np.ndarray:
 
 @njit(nogil=True)
 def steps(frequencies: np.ndarray) -> np.ndarray:
-    """What encoding a byte s takes, uint64 [256, 4]: a limit, a reciprocal and its shift, and `start` and `TOTAL - f`.
+    """Constants to encode a byte s, uint64 [256, 4]: a limit, a reciprocal and its shift, `start`, and `TOTAL - f`.
 
     With f its frequency, x becomes start + x // f · TOTAL + x % f = x + start + x // f · (TOTAL - f).
     The quotient is a product: exact for x < 2^31 (Alverson 1991).

@@ -216,5 +216,4 @@ LEARNED = {
     "stages4-q4": _stages(4, 4),
     "stages4-q4-unrotated": _stages(4, 4, rotate=False),
     "stages4-q4-feedback": _stages(4, 4, error_feedback=True),
-    "stages2-q6-q4": _stages(6, 4, stages=2),
 }

@@ -103,16 +103,17 @@ class Trainee:
         while self.installed.deciding:
             self.step()
 
-    def turn(self, steps: int) -> tuple[float, float]:
-        """Seconds of a step: wall time, and the process's on all processors."""
-        for _ in range(OPENING):
-            self.step()
-        dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            self.step()
-        spent = time.process_time() - cpu
-        return (time.perf_counter() - wall) / steps, spent / steps
+
+def turn(step: Callable[[], None], steps: int) -> tuple[float, float]:
+    """Seconds of a step: wall time, and the process's on all processors."""
+    for _ in range(OPENING):
+        step()
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    spent = time.process_time() - cpu
+    return (time.perf_counter() - wall) / steps, spent / steps
 
 
 def linear(arm: Arm, width: int, layers: int, batch: int, bucket_mb: float | None) -> Trainee:
@@ -190,7 +191,7 @@ def measure(
     for _ in range(rounds):
         drawn.shuffle(order)
         for name in order:
-            seconds[name].append(drawn.choice(trainees[name]).turn(steps))
+            seconds[name].append(turn(drawn.choice(trainees[name]).step, steps))
     result = {
         name: {
             **dict(zip(SECONDS, zip(*seconds[name], strict=True), strict=True)),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from ..common.language_model import VOCABULARY, LanguageModel, norm
 from ..links import flags
 from ..links.driver import document, measured
 from ..links.verification import caption
-from .paired import AGAIN, OPENING, shown, summarize
+from .paired import AGAIN, OPENING, SECONDS, shown, summarize, turn
 
 
 @dataclass(frozen=True)
@@ -135,17 +134,6 @@ class Trainee:
         self.schedule.step(*self.inputs, **self.targets)
         self.optimizer.step()
 
-    def turn(self, steps: int) -> tuple[float, float]:
-        """Seconds of a step: wall time, and the process's on all processors."""
-        for _ in range(OPENING):
-            self.step()
-        dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            self.step()
-        spent = time.process_time() - cpu
-        return (time.perf_counter() - wall) / steps, spent / steps
-
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -163,13 +151,15 @@ def measure(arms: Sequence[str], rounds: int, steps: int, warmup: int, **sizes: 
     for _ in range(rounds):
         drawn.shuffle(order)
         for name in order:
-            seconds[name].append(trainees[name].turn(steps))
+            seconds[name].append(turn(trainees[name].step, steps))
     plain = sizes["chunks"] * sizes["rows"] * sizes["context"] * sizes["width"] * 4
-    sent = {name: one.state.traffic()["activations"].sent_bytes / taken for name, one in trainees.items() if one.state}
+    sent = {
+        name: one.state.statistics()["activations"].bytes_sent / taken for name, one in trainees.items() if one.state
+    }
     return {
         "bytes": {name: sent.get(name, plain) for name in trainees},
         "arms": {
-            name: {**dict(zip(("wall", "cpu"), zip(*seconds[name], strict=True), strict=True)), "sends": ""}
+            name: {**dict(zip(SECONDS, zip(*seconds[name], strict=True), strict=True)), "sends": ""}
             for name in trainees
         },
     }

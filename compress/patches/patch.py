@@ -80,7 +80,11 @@ class PatchWriter:
         self._full_every, self._since = full_every, 0
         if state is not None:
             check(state, written=False)
-            self._weights = Weights({name: host_copy(tensor) for name, tensor in state.items()})
+            copies = {
+                name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                for name, tensor in state.items()
+            }
+            self._weights = Weights(copies)
 
     @property
     def fingerprint(self) -> str | None:
@@ -219,15 +223,11 @@ class PatchReader:
         return True
 
 
-def host_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 # ---- both sides
 
 
 def records_of(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> list[Record]:
-    """What a patch says of each tensor."""
+    """A patch's record of each tensor."""
     found: list[Record] = []
     seen: dict[Any, str] = {}
     for name, dtype, shape in layout_of(tensors):
@@ -242,11 +242,7 @@ def records_of(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> l
 
 def sections_of(records: list[Record]) -> list[Section]:
     coded = [(name, DTYPES[dtype], shape, how) for name, dtype, shape, how in records if how in ("kept", "new")]
-    return cut((name, words_of(d), how == "new", elements(shape) * words_in(d)) for name, d, shape, how in coded)
-
-
-def elements(shape: list[int]) -> int:
-    return torch.Size(shape).numel()
+    return cut((name, words_of(d), how == "new", math.prod(shape) * words_in(d)) for name, d, shape, how in coded)
 
 
 def words_in(dtype: torch.dtype) -> int:

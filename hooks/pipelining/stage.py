@@ -38,28 +38,28 @@ REMEDY = "Call compress_stage with the same arguments on every rank of the stage
 
 
 @dataclass
-class StageTraffic:
-    """What a rank's stages have sent.
+class StageStatistics:
+    """Counts of the messages that a rank's stages have sent to other ranks.
 
     Attributes:
-        messages: to other ranks.
-        plain_bytes: that the tensors in them have.
-        sent_bytes: that travelled.
+        messages: sent so far.
+        dense_bytes: of the tensors in them.
+        bytes_sent: of their codes, which travelled.
     """
 
     messages: int = 0
-    plain_bytes: int = 0
-    sent_bytes: int = 0
+    dense_bytes: int = 0
+    bytes_sent: int = 0
 
 
 @dataclass
 class Direction:
-    """What travels one way through a stage: activations, or their gradients."""
+    """One way through a stage: that of activations, or that of their gradients."""
 
     what: str
     coder: TensorCoder
     smallest: int
-    traffic: StageTraffic = field(default_factory=StageTraffic)
+    statistics: StageStatistics = field(default_factory=StageStatistics)
     #: By micro-batch and place in its list of messages; the next step takes the same again.
     sent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     received: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -81,12 +81,12 @@ class Direction:
         for index, message in enumerate(messages):
             tensor = message.tensor
             self._check_shape(index, chunk, tensor)
-            self.traffic.messages += 1
-            self.traffic.plain_bytes += tensor.nbytes
+            self.statistics.messages += 1
+            self.statistics.dense_bytes += tensor.nbytes
             if self.coder.takes(tensor, self.smallest):
                 message.tensor = self.wire(self.sent, chunk, index, tensor)
                 self.coder.encode(tensor, message.tensor, index)
-            self.traffic.sent_bytes += message.tensor.nbytes
+            self.statistics.bytes_sent += message.tensor.nbytes
         return messages
 
     def receive(self, original: Callable[[int], list[Any]], chunk: int) -> list[Any]:
@@ -101,7 +101,7 @@ class Direction:
         return messages
 
     def retrieve(self, original: Callable[[int], Any], chunk: int) -> Any:
-        """What was received of a micro-batch, decoded."""
+        """The tensors that a micro-batch waited for, decoded."""
         for wire, tensor in self.expected.pop(chunk, ()):
             self.coder.decode(wire, tensor)
         return original(chunk)
@@ -119,7 +119,7 @@ class Direction:
 
 
 class StageCompression:
-    """What `compress_stage` returns."""
+    """The codes between stages, once they are installed: their statistics, their state, and the way back."""
 
     def __init__(self, stages: Sequence[Any], directions: Sequence[tuple[Direction, Direction]]) -> None:
         self._stages, self._directions = tuple(stages), tuple(directions)
@@ -135,14 +135,14 @@ class StageCompression:
             for name, wrap in zip(METHODS, wraps, strict=True):
                 setattr(stage, name, partial(wrap, getattr(stage, name)))
 
-    def traffic(self) -> dict[str, StageTraffic]:
-        """What this rank's stages have sent so far: "activations", and "gradients"."""
-        found = {kind: StageTraffic() for kind in KINDS}
+    def statistics(self) -> dict[str, StageStatistics]:
+        """This rank's counts so far, of "activations" and of "gradients"."""
+        found = {kind: StageStatistics() for kind in KINDS}
         for _, pair in self._pairs():
             for total, one in zip(found.values(), pair, strict=True):
-                total.messages += one.traffic.messages
-                total.plain_bytes += one.traffic.plain_bytes
-                total.sent_bytes += one.traffic.sent_bytes
+                total.messages += one.statistics.messages
+                total.dense_bytes += one.statistics.dense_bytes
+                total.bytes_sent += one.statistics.bytes_sent
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def compress_stage(
         seed: of stochastic codes.
 
     Returns:
-        What counts the traffic, keeps the state, and undoes all of it (`close`).
+        Their statistics and state, and `close`, which takes the codes out again.
 
     Raises:
         ValueError, TypeError: on every rank: an argument is not possible, or ranks differ in theirs. Later, on the rank
@@ -258,7 +258,7 @@ def _description(
     smallest: int,
     seed: int,
 ) -> dict[str, Any]:
-    """What the ranks compare.
+    """Values that must be equal on all ranks.
 
     Raises:
         TypeError, ValueError: an argument is not possible.

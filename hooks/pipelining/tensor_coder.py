@@ -76,13 +76,18 @@ class TensorCoder:
             self.scratch[n, device] = Scratch(values, rotated, self.codec.workspace(n, device))
         return self.scratch[n, device]
 
-    def turned(self, values: Tensor, out: Tensor) -> Tensor:
-        """H·X·H of each 16 x 16 elements X, which undoes itself."""
-        matrix, square = hadamard(values.device), values.view(-1, SIDE, SIDE)
+    def turned(self, values: Tensor, out: Tensor, between: Tensor) -> Tensor:
+        """`out` = H·X·H of each 16 x 16 elements X of `values`, which undoes itself; all flat float32, `out` may be
+        `values`."""
+        matrix = hadamard(values.device)
         with torch.autocast(values.device.type, enabled=False):
-            torch.mm(values.view(-1, SIDE), matrix, out=out.view(-1, SIDE))
-            torch.matmul(matrix, out.view(-1, SIDE, SIDE), out=square)
-        return values
+            torch.mm(values.view(-1, SIDE), matrix, out=between.view(-1, SIDE))
+            torch.matmul(matrix, between.view(-1, SIDE, SIDE), out=out.view(-1, SIDE, SIDE))
+        return out
+
+    def _whole(self, tensor: Tensor) -> bool:
+        """True if a tensor's own memory can be rotated: no copy comes before or after."""
+        return tensor.is_contiguous() and tensor.dtype == torch.float32 and tensor.numel() % ROTATED == 0
 
     @torch.no_grad()
     def encode(self, tensor: Tensor, wire: Tensor, index: int) -> None:
@@ -91,14 +96,15 @@ class TensorCoder:
         Args:
             index: of the tensor among those that a stage hands on.
         """
-        scratch = self.scratch_of(tensor)
-        numel = tensor.numel()
-        if self.rotate or not tensor.is_contiguous():
-            scratch.values[:numel].view(tensor.shape).copy_(tensor)
-            scratch.values[numel:].zero_()
-            flat = self.turned(scratch.values, scratch.rotated) if self.rotate else scratch.values
-        else:
+        scratch, numel = self.scratch_of(tensor), tensor.numel()
+        if tensor.is_contiguous() and (not self.rotate or self._whole(tensor)):
             flat = tensor.view(-1)
+        else:
+            flat = scratch.values
+            flat[:numel].view(tensor.shape).copy_(tensor)
+            flat[numel:].zero_()
+        if self.rotate:
+            flat = self.turned(flat, scratch.values, scratch.rotated)
         if self.codec.stochastic:
             self.draw[1] += 1
         if self.feedback:
@@ -113,14 +119,19 @@ class TensorCoder:
 
     @torch.no_grad()
     def decode(self, wire: Tensor, out: Tensor) -> None:
-        """Write what a wire stands for to a tensor."""
+        """Write a wire's tensor to `out`."""
         scratch = self.scratch_of(out)
         parts = [part.view(1, -1) for part in wire.split(self.codec.part_bytes(len(scratch.values)))]
-        if out.is_contiguous() and not self.rotate:
+        if not self.rotate and out.is_contiguous():
             self.codec.decode_mean(parts, out.view(-1), scratch.workspace)
             return
-        self.codec.decode_mean(parts, scratch.values, scratch.workspace)
-        values = self.turned(scratch.values, scratch.rotated) if self.rotate else scratch.values
+        values = scratch.values
+        self.codec.decode_mean(parts, values, scratch.workspace)
+        if self.rotate and self._whole(out):
+            self.turned(values, out.view(-1), scratch.rotated)
+            return
+        if self.rotate:
+            self.turned(values, values, scratch.rotated)
         out.copy_(values[: out.numel()].view(out.shape))
 
 
