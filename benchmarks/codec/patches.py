@@ -33,7 +33,7 @@ from ..learning.tasks import TASKS, Text
 from .speed import torch_threads
 
 State = dict[str, Tensor]
-TEXTS = {name: task for name, task in TASKS.items() if isinstance(task, Text)}
+TEXTS = {name: task for name, task in TASKS.items() if isinstance(task, Text) and not task.autocast}
 BFLOAT16 = Words(16, 7)
 #: Steps of fine-tuning before the first checkpoint, in which AdamW's averages settle.
 SETTLE = 32

@@ -80,9 +80,8 @@ class TensorCoder:
         """`out` = H·X·H of each 16 x 16 elements X of `values`, which undoes itself; all flat float32, `out` may be
         `values`."""
         matrix = hadamard(values.device)
-        with torch.autocast(values.device.type, enabled=False):
-            torch.mm(values.view(-1, SIDE), matrix, out=between.view(-1, SIDE))
-            torch.matmul(matrix, between.view(-1, SIDE, SIDE), out=out.view(-1, SIDE, SIDE))
+        torch.mm(values.view(-1, SIDE), matrix, out=between.view(-1, SIDE))  # with out=, autocast leaves it alone
+        torch.matmul(matrix, between.view(-1, SIDE, SIDE), out=out.view(-1, SIDE, SIDE))
         return out
 
     def _whole(self, tensor: Tensor) -> bool:
