@@ -142,6 +142,7 @@ learn-muon-tried: {learn} --optimizer muon --steps 3000 --seeds 1 --learning-rat
 learn-muloco: {learn} --optimizer muon --steps 3000 --seeds 1 --learning-rates 8e-3 1.6e-2 --arms muloco30-2bit
 learn-stages: {learn} --learning-rates 8e-3 --arms stages4-q8 stages4-q8-q4 stages4-q6-q4
 learn-stages-tried: {learn} --seeds 1 --learning-rates 8e-3 --arms stages4-q4 stages4-q4-unrotated
+    stages4-q4-feedback
 learn-muon-gradients: {learn} --optimizer muon --steps 1000 --seeds 1 --learning-rates 8e-3 --arms chunked25-b5
     powersgd4 wide0.7-b5 tracking95-ternary
 learn-tried: {learn} --seeds 1 --learning-rates 8e-3 --arms chunked25 chunked25-late chunked18 topk7.5-split topk4
