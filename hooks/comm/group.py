@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .bruck_gather import Dissemination
+from .coded_message import CodedMessage
 from .linger import linger, linger_with
 from .ports import (
     NAMED,
@@ -28,6 +29,7 @@ from .ports import (
     PaddedGather,
     PersistentMessage,
     PointToPoint,
+    Port,
     Traffic,
     VariableMessage,
     Work,
@@ -62,6 +64,8 @@ class Group(PointToPoint):
 
     #: Others than its owner may have collectives of the process group in flight, so its owner must not start any.
     shared = False
+    #: Exchanges between hosts code their messages by zstandard.
+    entropy_coding = False
 
     def __init__(self, process_group: Any, ranks: Sequence[int] | None = None) -> None:
         self._group = process_group
@@ -162,11 +166,16 @@ class Group(PointToPoint):
         """Start: `output` = the ranks' rows, end to end."""
         return self.persistent_gather(output, row).start()
 
-    def persistent_gather(self, output: Tensor, row: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
-        """An all-gather of this row into this memory, for many starts. `ahead`: as for `PersistentMessage`."""
+    def persistent_gather(self, output: Tensor, row: Tensor, ahead: int = 2, coded: bool = False) -> Port:
+        """An all-gather of this row into this memory, for many starts.
+
+        Args:
+            ahead: as for `PersistentMessage`.
+            coded: messages of bytes between hosts go through an entropy coder.
+        """
         if row.is_cuda:
             return Collective(lambda: self._group._allgather_base(output.view(-1), row))
-        return PersistentMessage(self, output.view(-1).chunk(self.size), [row.view(-1)] * self.size, ahead)
+        return self._message(output.view(-1).chunk(self.size), [row.view(-1)] * self.size, ahead, coded)
 
     def small_all_gather(self, output: Tensor, row: Tensor) -> Work:
         """Start: as `all_gather`, for a few bytes. With more than `DIRECT_RANKS` a rank sends ⌈log2 size⌉ messages,
@@ -182,7 +191,7 @@ class Group(PointToPoint):
             rows, row.view(-1), self.rank, partial(start, self._group.send), partial(start, self._group.recv)
         )
 
-    def small_gather_port(self, output: Tensor, row: Tensor) -> PersistentMessage | Collective:
+    def small_gather_port(self, output: Tensor, row: Tensor) -> Port:
         """A `small_all_gather` of this row into this memory, for many starts."""
         if self.size <= DIRECT_RANKS:
             return self.persistent_gather(output, row)
@@ -206,11 +215,16 @@ class Group(PointToPoint):
         """Start: row r of `rows` goes to rank r; row r of `output` comes from it."""
         return self.persistent_swap(output, rows).start()
 
-    def persistent_swap(self, output: Tensor, rows: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
-        """An all-to-all of these rows into this memory, for many starts. `ahead`: as for `PersistentMessage`."""
+    def persistent_swap(self, output: Tensor, rows: Tensor, ahead: int = 2, coded: bool = False) -> Port:
+        """An all-to-all of these rows into this memory, for many starts. Arguments as for `persistent_gather`."""
         if rows.is_cuda:
             return Collective(lambda: self._group.alltoall_base(output.view(-1), rows.view(-1), [], []))
-        return PersistentMessage(self, output.view(-1).chunk(self.size), rows.view(-1).chunk(self.size), ahead)
+        return self._message(output.view(-1).chunk(self.size), rows.view(-1).chunk(self.size), ahead, coded)
+
+    def _message(self, received: Sequence[Tensor], sent: Sequence[Tensor], ahead: int, coded: bool) -> Port:
+        if coded and self.size > 1:
+            return CodedMessage(self, received, sent)
+        return PersistentMessage(self, received, sent, ahead)
 
     def all_to_all_v(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
         """Start: as `all_to_all` for rows of different lengths: `sent[r]` elements go to rank r, `received[r]` come."""

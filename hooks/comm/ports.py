@@ -26,6 +26,18 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
+class Port(Protocol):
+    """Messages of one stage of an exchange, step after step. Wait for what `start` returns before starting again."""
+
+    @property
+    def saved(self) -> tuple[int, int]:
+        """Bytes that an entropy coder has saved, of those that the last start sent and received."""
+
+    def start(self) -> Work: ...
+
+    def post_receives(self) -> None: ...
+
+
 #: The stages of a task: they yield messages in flight, and are resumed when these have arrived.
 Stages = Generator[Work, None, Any]
 
@@ -167,7 +179,13 @@ class Traffic:
                 self._due.pop().announce()
 
 
-class PersistentMessage:
+class _Plain:
+    """What goes as it is."""
+
+    saved = (0, 0)
+
+
+class PersistentMessage(_Plain):
     """Messages of fixed sizes between all ranks, step after step: one stage of an exchange. MPI's term.
 
     Gloo sends a message once its receiver has posted the receive. `post_receives` posts it ahead, so that the message
@@ -282,7 +300,7 @@ class _Arriving:
             self._place = None
 
 
-class Collective:
+class Collective(_Plain):
     """A collective with the interface of a `PersistentMessage`; it needs no receives."""
 
     def __init__(self, start: Callable[[], Work]) -> None:

@@ -19,7 +19,7 @@ from ...compress.feedback.residual import NOTHING
 from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, Packing, end_to_end, layout_numel, runs_between
 from ..auto.planner import Choice, Plan, Planner
-from ..comm.ports import Collective, PersistentMessage, Stages
+from ..comm.ports import Port, Stages
 from ..comm.readback import Readback
 from ..comm.tasks import Clock
 from ..exchanges import Dense, Exchange, ExchangeArgs
@@ -93,7 +93,7 @@ class Bucket:
         self.overflow: Tensor | None = None
 
     @property
-    def ports(self) -> Sequence[PersistentMessage | Collective]:
+    def ports(self) -> Sequence[Port]:
         """Messages to announce between two steps."""
         return self.exchange.ports
 

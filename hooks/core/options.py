@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ...compress.backends import backend_for
-from ...compress.codec import DTYPES, Codec
+from ...compress.codec import DTYPES, Codec, check_flag
 from ...compress.feedback.base import RESIDUAL, Feedback
 from ...compress.feedback.residual import Residual
 from ...compress.formats.wire import WIRE_VERSION
 from ..auto.planner import Choice, Fallback, check_exchange, codecs_of
+from ..comm.coded_message import check_available
 from ..comm.topology import node_size
 from ..exchanges import ExchangeKind
 from ..training.names import OUTERMOST, unwrapped
@@ -41,6 +42,7 @@ class Options:
     fallback: Fallback = "auto"
     topology: Any = "auto"
     seed: int = 0
+    entropy_coding: bool = False
     _chosen: tuple[tuple[Codec, bool], Choice] | None = field(default=None, init=False, repr=False)
 
     def check(self, world_size: int | None) -> None:
@@ -58,6 +60,9 @@ class Options:
             raise ValueError(f"fallback={self.fallback!r}: expected one of {', '.join(map(repr, FALLBACKS))}")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed={seed!r}: expected an integer, equal on all ranks")
+        check_flag("entropy_coding", self.entropy_coding)
+        if self.entropy_coding:
+            check_available()
         if isinstance(codec, type) and issubclass(codec, Codec):
             raise TypeError(f"codec={codec.__name__} is a class: make one, such as {codec.__name__}()")
         if isinstance(codec, type) or not (isinstance(codec, Codec) or callable(codec)):
@@ -147,6 +152,7 @@ class Options:
             "fallback": str(self.fallback),
             "ranks a node": node_size(self.topology, world_size),
             "seed": self.seed,
+            "entropy_coding": self.entropy_coding,
         }
 
 

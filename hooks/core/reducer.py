@@ -316,8 +316,9 @@ class Reducer:
         statistics = self._statistics
         statistics.elements += bucket.numel
         statistics.dense_bytes += 4 * bucket.numel
-        statistics.bytes_sent += bucket.exchange.bytes_sent
-        statistics.bytes_received += bucket.exchange.bytes_received
+        sent, received = bucket.exchange.travelled
+        statistics.bytes_sent += sent
+        statistics.bytes_received += received
 
     def _end(self, step: Step) -> None:
         try:

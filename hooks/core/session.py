@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..auto.planner import Choice, Fallback, Planner
 from ..comm import handshake
+from ..comm.coded_message import NOT_CODED
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..comm.ports import Work
@@ -41,6 +42,7 @@ class Session:
         topology, fallback: `CompressState`'s.
         probes: measure the group, for `exchange="auto"`.
         dense_path: allow all-dense steps without the pipeline.
+        entropy_coding: exchanges code their messages by zstandard.
 
     Attributes:
         group: carries gradients, on the pipeline.
@@ -74,6 +76,7 @@ class Session:
         fallback: Fallback = None,
         probes: bool = False,
         dense_path: bool = False,
+        entropy_coding: bool = False,
     ) -> None:
         made = model_group if isinstance(model_group, Group) else None
         ranks = dist.get_process_group_ranks(model_group) if made is None else list(made.ranks)
@@ -82,6 +85,8 @@ class Session:
                 f"process_group has the ranks {dist.get_process_group_ranks(given)}, not those of the model's group, "
                 f"{ranks}: make one of the same ranks"
             )
+        if problem is None and entropy_coding and device.type != "cpu":
+            problem = ValueError(NOT_CODED.format(device=device))
         whose = "none" if given is None else "one of its own"
         side = handshake.side({} if problem else {**describe(), "process_group": whose}, problem)
         process_group, timeout = model_group if given is None else given, meeting_timeout(model_group)
@@ -113,6 +118,9 @@ class Session:
         for part in (nodes.inside, nodes.between):
             if part is not None and blocking:
                 part.follow_timeout(model_group)
+        for part in (self.group, nodes.between):  # inside a node links are fast
+            if part is not None:
+                part.entropy_coding = entropy_coding
         # All messages go through the group that the user has named.
         self.dense_group = Group(process_group) if dense_path and not group.shared else None
         self.planner = Planner(nodes, device, fallback, inline=not blocking)

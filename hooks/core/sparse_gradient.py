@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..comm.entry_exchange import Entries, EntryExchanger, bounds_of, range_samples, used
 from ..comm.group import Group
-from ..comm.ports import Collective, PersistentMessage, Stages
+from ..comm.ports import Port, Stages
 from ..comm.tasks import Clock
 from ..exchanges import all_finite
 from ..network.cost import Calibration, Shape, expected_union
@@ -62,7 +62,7 @@ class SparseGradient:
         )
         self._every = torch.zeros(group.size, len(self._samples), dtype=torch.int32, device=parameter.device)
         apart = group.channel("samples") if group.is_channel else group
-        self.ports: Sequence[PersistentMessage | Collective] = (apart.persistent_gather(self._every, self._samples),)
+        self.ports: Sequence[Port] = (apart.persistent_gather(self._every, self._samples),)
         self.clock: Clock | None = None
         self.finite, self.algorithm = True, ""
         #: The result of stages that have none.

@@ -79,6 +79,9 @@ class CompressState(State):
             use a Gloo group in any case. States may share a group: over Gloo only the first uses its collectives, and
             the others use point-to-point messages; in the model's own group, where DDP uses collectives, all do.
         seed: seed of stochastic rounding.
+        entropy_coding: send messages through zstandard, where they become shorter (docs/distance.md). Means and
+            residuals have the same bits. For gradients on CPUs, and links below 1 Gbit/s; it needs the package
+            zstandard.
 
     Raises:
         TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.
@@ -99,13 +102,14 @@ class CompressState(State):
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
+        entropy_coding: bool = False,
     ) -> None:
         given: Any = codec
         if codec is None and not isinstance(model, nn.Module):
             given, model = model, None
         if given is None:
             raise TypeError("codec is missing: pass one, such as TopK(density=0.01), or a function of the step")
-        options = Options(given, exchange, error_feedback, warmup_steps, fallback, topology, seed)
+        options = Options(given, exchange, error_feedback, warmup_steps, fallback, topology, seed, entropy_coding)
         if model is None:  # no other rank waits to hear of errors
             options.check(None)
             options.choice(0)

@@ -356,6 +356,7 @@ class State:
             topology=options.topology if options.exchange in ("auto", "hierarchical") else None,
             fallback=options.fallback, probes=options.exchange == "auto",
             dense_path=not self._scaler_sync.skips,  # a step that may be undone has to be remembered
+            entropy_coding=options.entropy_coding,
         )  # fmt: skip
         parts = self._feedback, self._scaler_sync, self._statistics
         numel = sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse)

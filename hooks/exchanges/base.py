@@ -16,7 +16,7 @@ from ...compress.codecs.cast import Identity
 from ...compress.feedback.base import FeedbackState
 from ...compress.formats.layout import OwnedSlice
 from ..comm.group import Group
-from ..comm.ports import Collective, PersistentMessage, Stages
+from ..comm.ports import Port, Stages
 from ..network.cost import Calibration, CodecSpeed, Estimate
 
 IDENTITY = Identity()
@@ -99,7 +99,7 @@ class Exchange(ABC):
         self.codec, self.numel, self.extra, self.device, self.group = codec, numel, extra, device, group
         self.rank, self.world_size = group.rank, group.size
         self.workspaces = [IDENTITY.workspace(1, device)]
-        self.ports: list[PersistentMessage | Collective] = []
+        self.ports: list[Port] = []
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
@@ -119,12 +119,18 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def bytes_sent(self) -> int:
-        """Bytes sent to other ranks in the last step."""
+        """Bytes sent to other ranks in the last step, before an entropy coder."""
 
     @property
     @abstractmethod
     def bytes_received(self) -> int:
-        """Bytes received from other ranks in the last step."""
+        """Bytes received from other ranks in the last step, after an entropy decoder."""
+
+    @property
+    def travelled(self) -> tuple[int, int]:
+        """Bytes sent and received in the last step, less those that an entropy coder has saved."""
+        saved = [port.saved for port in self.ports]
+        return self.bytes_sent - sum(sent for sent, _ in saved), self.bytes_received - sum(got for _, got in saved)
 
     @abstractmethod
     def reduce(self, x: ExchangeArgs) -> Stages:
@@ -145,14 +151,16 @@ class Exchange(ABC):
     def bytes(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def persistent_gather(self, output: Tensor, row: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
+    def persistent_gather(self, output: Tensor, row: Tensor, ahead: int = 2) -> Port:
         """An all-gather that is alike in every step."""
-        self.ports.append(self._own_group("gather").persistent_gather(output, row, ahead))
+        group = self._own_group("gather")
+        self.ports.append(group.persistent_gather(output, row, ahead, group.entropy_coding))
         return self.ports[-1]
 
-    def persistent_swap(self, output: Tensor, rows: Tensor, ahead: int = 2) -> PersistentMessage | Collective:
+    def persistent_swap(self, output: Tensor, rows: Tensor, ahead: int = 2) -> Port:
         """An all-to-all that is alike in every step."""
-        self.ports.append(self._own_group("swap").persistent_swap(output, rows, ahead))
+        group = self._own_group("swap")
+        self.ports.append(group.persistent_swap(output, rows, ahead, group.entropy_coding))
         return self.ports[-1]
 
     def _own_group(self, name: str) -> Group:

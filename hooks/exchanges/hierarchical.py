@@ -12,7 +12,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.residual import NOTHING
 from ...compress.formats.layout import OwnedSlice, Packing
 from ..comm.group import Group
-from ..comm.ports import Collective, PersistentMessage, Stages
+from ..comm.ports import Collective, Port, Stages
 from ..network.cost import HIERARCHICAL, Estimate, Nodes
 from .base import IDENTITY, BucketSpec, Exchange, ExchangeArgs, all_finite
 
@@ -56,9 +56,7 @@ class Hierarchical(Exchange):
         # Inside a node nothing is far, and messages are as long as the gradient.
         self.averages = inside.averages(device)
         if self.averages:
-            self.to_owners: PersistentMessage | Collective = Collective(
-                lambda: inside.mean_of_rows(self.row, self.sent)
-            )
+            self.to_owners: Port = Collective(lambda: inside.mean_of_rows(self.row, self.sent))
         else:
             self.slices = self.bytes(4 * self.sent.numel()).view(ranks, 4 * width)
             self.to_owners = self.persistent_swap(self.slices, self.sent.view(torch.uint8), ahead=1)

@@ -16,7 +16,7 @@ from ...compress.feedback.base import FeedbackState
 from ...compress.formats.entries import index_bytes, value_bytes
 from ...compress.formats.wire import Field, Part
 from ..comm.group import Group
-from ..comm.ports import Collective, PersistentMessage, Stages
+from ..comm.ports import Port, Stages
 from ..network.cost import Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 from .reduce_scatter import ReduceScatter
@@ -250,7 +250,7 @@ class MaskedMean(Exchange):
         return [*super().counts(), self.mask.status] if self.numel else super().counts()
 
 
-def masked(mask: SharedMask, port: PersistentMessage | Collective, x: ExchangeArgs, rows: list[Tensor]) -> Stages:
+def masked(mask: SharedMask, port: Port, x: ExchangeArgs, rows: list[Tensor]) -> Stages:
     """Agree on a mask by a gather of its rows, and write this rank's values there to rows, one for each slice."""
     mask.choose(x)
     choices = port.start()

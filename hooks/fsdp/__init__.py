@@ -40,6 +40,7 @@ def compress_fsdp(
     fallback: Fallback = "auto",
     exclude: Exclude | None = None,
     seed: int = 0,
+    entropy_coding: bool = False,
 ) -> FSDPState: ...
 
 
@@ -54,6 +55,7 @@ def compress_fsdp(
     warmup_steps: int = 0,
     exclude: Exclude | None = None,
     seed: int = 0,
+    entropy_coding: bool = False,
 ) -> ScatterState: ...
 
 
@@ -68,6 +70,7 @@ def compress_fsdp(
     fallback: Fallback = "auto",
     exclude: Exclude | None = None,
     seed: int = 0,
+    entropy_coding: bool = False,
 ) -> FSDPState | ScatterState:
     """Compress the gradients of a sharded model: between replicas (with `mesh`), or between shards (without).
 
@@ -86,9 +89,9 @@ def compress_fsdp(
         model: the model, after `fully_shard` has been called on its parts and on itself.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
         mesh: a one-dimensional mesh of the ranks that have the same shards. None: no ranks have.
-        exchange, error_feedback, warmup_steps, fallback, exclude, seed: `CompressState`'s; without `mesh`, leave out
-            `fallback`, `exchange` takes "mask", for a `TopK` whose elements all ranks share, or "blocks", for
-            `Identity()` where most of a gradient is zero, and `error_feedback` residuals.
+        exchange, error_feedback, warmup_steps, fallback, exclude, seed, entropy_coding: `CompressState`'s; without
+            `mesh`, leave out `fallback`, `exchange` takes "mask", for a `TopK` whose elements all ranks share, or
+            "blocks", for `Identity()` where most of a gradient is zero, and `error_feedback` residuals.
 
     Returns:
         The state, for statistics and checkpoints; the model holds it, too. Making it is a collective.
@@ -99,14 +102,15 @@ def compress_fsdp(
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("compress_fsdp needs torch.distributed: call torch.distributed.init_process_group() first")
+    shared: dict[str, Any] = {"topology": None, "seed": seed, "entropy_coding": entropy_coding}
     if mesh is None:
         from .shard import ScatterState
 
-        scatter = ScatterOptions(codec, exchange, error_feedback, warmup_steps, fallback, topology=None, seed=seed)
+        scatter = ScatterOptions(codec, exchange, error_feedback, warmup_steps, fallback, **shared)
         return ScatterState(model, scatter, exclude)
     from .replicate import FSDPState
 
     if not hasattr(mesh, "get_group"):
         raise TypeError(f'mesh is a {type(mesh).__name__}: expected a DeviceMesh, such as mesh["replicate"]')
-    how: dict[str, Any] = {"topology": None, "seed": seed, "replicas": mesh.size() if mesh.ndim == 1 else 1}
+    how = {**shared, "replicas": mesh.size() if mesh.ndim == 1 else 1}
     return FSDPState(model, FSDPOptions(codec, exchange, error_feedback, warmup_steps, fallback, **how), mesh, exclude)

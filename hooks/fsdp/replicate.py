@@ -114,6 +114,7 @@ class FSDPState:
         session = Session(
             "compress_fsdp", self._group, self._device, self._description, problem,
             fallback=options.fallback, probes=options.exchange == "auto",
+            entropy_coding=options.entropy_coding,
         )  # fmt: skip
         self._reducer: Reducer | None = Reducer(
             session,

@@ -69,7 +69,9 @@ class ScatterState:
         except Exception as error:  # the other ranks must hear of any error
             problem = error
         self._feedback = FeedbackStore(options.strategy)
-        self._session = Session("compress_fsdp", group, device, self._description, problem)
+        self._session = Session(
+            "compress_fsdp", group, device, self._description, problem, entropy_coding=options.entropy_coding
+        )
         ranks = self._session.group
         self._parts = [Unsharded(shards, self._excluded, ranks, self._feedback) for shards in self._shards]
         for part in self._parts:
@@ -138,8 +140,9 @@ class ScatterState:
             except Exception as error:
                 where = f"[step {self._step}, module {part.shards.module!r}, {choice.codec}]"
                 raise RuntimeError(f"gradwire: {error} {where}") from error
-            statistics.bytes_sent += exchange.bytes_sent
-            statistics.bytes_received += exchange.bytes_received
+            sent, received = exchange.travelled
+            statistics.bytes_sent += sent
+            statistics.bytes_received += received
             statistics.decisions[part.shards.index] = f"{choice.exchange} of {choice.codec}"
         if outside:
             self._ended()

@@ -84,12 +84,19 @@ class CodecCompression:
         exchange: "gather", "two_pass", "mask", "union", "split", "factors", "blocks", "dense" or "auto": the
             one that receives the fewest bytes, or is made for the codec.
         seed: of stochastic rounding, equal on all ranks.
+        entropy_coding: `CompressState`'s.
     """
 
     codec: Codec
     error_feedback: bool | str | Feedback = "auto"
     exchange: str = "auto"
     seed: int = 0
+    entropy_coding: bool = False
+
+    def __repr__(self) -> str:
+        """As in releases that had no entropy coding, where there is none: checkpoints have it."""
+        names = ["codec", "error_feedback", "exchange", "seed", *(["entropy_coding"] if self.entropy_coding else [])]
+        return f"CodecCompression({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, type) and issubclass(self.codec, Codec):
@@ -100,7 +107,8 @@ class CodecCompression:
             raise TypeError(f"codec={self.codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed!r}: expected a whole number of 64 bits, equal on all ranks")
-        Options(self.codec, error_feedback=self.error_feedback, seed=self.seed).check(None)  # type: ignore[arg-type]
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("error_feedback", "seed", "entropy_coding")}
+        Options(self.codec, **how).check(None)
         check_exchange(self.exchange, self.codec, besides=("auto",))
         if self.feedback:
             self.strategy.check(self.codec.with_feedback())
@@ -133,7 +141,8 @@ class CodecCompression:
             same += [replace(self.strategy, dtype=dtype) for dtype in RESIDUAL_DTYPES]
             if self.strategy.decay == 1.0 and self.strategy.only_residual:
                 same += ["auto", True]
-        others = (replace(self, error_feedback=each) for each in same)
+        text = text.replace(", entropy_coding=True)", ")")  # nothing that is kept depends on it
+        others = (replace(self, error_feedback=each, entropy_coding=False) for each in same)
         return any(repr(other) == text and other.feedback == self.feedback for other in others)
 
 
@@ -142,7 +151,7 @@ class Compression:
 
     `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.terngrad()`,
     `.chunked_topk(k=64)` and `.outliers(OneBit())` are codecs with their arguments;
-    `Compression.codec(codec, error_feedback=…, exchange=…, seed=…)` also says how it is used.
+    `Compression.codec(codec, error_feedback=…, exchange=…, seed=…, …)` also says how it is used.
     """
 
     none = NoneCompressor

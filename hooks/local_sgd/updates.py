@@ -85,6 +85,7 @@ class LocalUpdates:
             go, a round has those that are there, and a newcomer takes over the state of the others (docs/elastic.md).
             By default the environment's GRADWIRE_MEETING, if set.
         seed: seed of stochastic rounding.
+        entropy_coding: `CompressState`'s.
 
     Raises:
         TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.
@@ -107,6 +108,7 @@ class LocalUpdates:
         process_group: dist.ProcessGroup | None = None,
         meeting: str | Meeting | None = None,
         seed: int = 0,
+        entropy_coding: bool = False,
         **former: Any,
     ) -> None:
         given = modern(former, rounds=rounds, outer=outer, exchange=exchange)
@@ -117,7 +119,8 @@ class LocalUpdates:
         how: dict[str, Any] = {"world_size": size}
         if isinstance(exchange, Aggregate):
             how, exchange = {**how, "mean": exchange.mean, "clip": exchange.clip}, "gather"
-        self._options = LocalOptions(codec, exchange, error_feedback, fallback=None, topology=None, seed=seed, **how)
+        how |= {"fallback": None, "topology": None, "seed": seed, "entropy_coding": entropy_coding}
+        self._options = LocalOptions(codec, exchange, error_feedback, **how)
         self._outer = outer
         self._model = model
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -153,7 +156,8 @@ class LocalUpdates:
         except Exception as error:  # the other ranks must hear of any error
             problem = error
         within = None if found is None else group_inside(inside, problem)
-        session = None if found is not None else Session(OWNER, self._group, place, self._description, problem)
+        make_session = partial(Session, OWNER, entropy_coding=entropy_coding)
+        session = None if found is not None else make_session(self._group, place, self._description, problem)
         self._feedback = FeedbackStore(self._options.strategy, keep_previous=True)
         numel = sum(p.numel() for p in self._parameters.values())
         make_reducer = partial(
@@ -176,7 +180,7 @@ class LocalUpdates:
             state, statistics = CommonState(model, self._all()), cast(ReplicaStatistics, self._statistics)
             replicas = Replicas(
                 found, found.describe() | self._description(), state,
-                lambda group: make_reducer(Session(OWNER, group, place, dict, None)), statistics, within,
+                lambda group: make_reducer(make_session(group, place, dict, None)), statistics, within,
             )  # fmt: skip
             weakref.finalize(self, replicas.close)
             self._runner.join(replicas)

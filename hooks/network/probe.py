@@ -20,7 +20,7 @@ from ...compress.codec import Codec, new_draw
 from ...compress.formats.entries import index_bytes, value_bytes
 from ..comm.entry_exchange import Entries, EntryExchanger
 from ..comm.group import Group
-from ..comm.ports import Collective, PersistentMessage, drive
+from ..comm.ports import Collective, PersistentMessage, Port, drive
 from .cost import UNLIMITED, Calibration, CodecSpeed, Latency, Line, Work
 
 #: A probe's messages grow until one takes so many seconds, or all ranks' together have so many bytes.
@@ -65,15 +65,15 @@ def calibrate(group: Group, device: torch.device) -> Calibration:
 
     gathers, swaps = group.channel("probe gather"), group.channel("probe swap")
 
-    def gather(size: int) -> PersistentMessage | Collective:
+    def gather(size: int) -> Port:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
         return gathers.persistent_gather(rows, rows[0].clone(), ahead=1)
 
-    def swap(size: int) -> PersistentMessage | Collective:
+    def swap(size: int) -> Port:
         rows = torch.zeros(p, size, dtype=torch.uint8, device=device)
         return swaps.persistent_swap(torch.empty_like(rows), rows, ahead=1)
 
-    def all_reduce(size: int) -> PersistentMessage | Collective:  # as many bytes received as in the others
+    def all_reduce(size: int) -> Port:  # as many bytes received as in the others
         x = torch.zeros(max(1, size * p // 8), dtype=torch.float32, device=device)
         return Collective(lambda: group.all_reduce(x))
 
@@ -97,7 +97,7 @@ def slowest(calibration: Calibration, group: Group, device: torch.device) -> Cal
     return Calibration(first, second, third, entries, rounds, calibration.at_once)
 
 
-def _line(make: Callable[[int], PersistentMessage | Collective], group: Group, device: torch.device) -> Line:
+def _line(make: Callable[[int], Port], group: Group, device: torch.device) -> Line:
     """α from the shortest messages; β from the better of the two longest, as some sizes suit a backend badly.
 
     Args:
@@ -125,7 +125,7 @@ def _line(make: Callable[[int], PersistentMessage | Collective], group: Group, d
     return Line(alpha, min(betas), tuple(points[1:-1]), each=each)
 
 
-def _each(ports: list[PersistentMessage | Collective], alpha: float, group: Group, device: torch.device) -> float:
+def _each(ports: list[Port], alpha: float, group: Group, device: torch.device) -> float:
     """Seconds of one more stage that is in flight with others; 0 for a backend's collectives, which count by
     `cost.GLOO_COLLECTIVES`."""
     if not all(isinstance(port, PersistentMessage) for port in ports):
@@ -250,7 +250,7 @@ def timed(run: Callable[[int], object], size: int, device: torch.device, pause: 
     return time.perf_counter() - begin
 
 
-def _started(port: PersistentMessage | Collective, device: torch.device, pause: float = 0.0) -> float:
+def _started(port: Port, device: torch.device, pause: float = 0.0) -> float:
     return timed(lambda _: port.start().wait(), 0, device, pause)
 
 

@@ -405,6 +405,7 @@ def setups(draw: st.DrawFn) -> Sharded:
         exclude=draw(st.booleans()),
         zeros=GIVES_ZEROS and draw(st.booleans()),
         offload=draw(st.booleans()),
+        entropy_coding=draw(st.booleans()),
         inline=draw(st.booleans()),
     )
 

@@ -82,6 +82,7 @@ def setups(draw: st.DrawFn) -> Sharded:
         exclude=draw(st.booleans()),
         zeros=GIVES_ZEROS and draw(st.booleans()),
         offload=draw(st.booleans()),
+        entropy_coding=draw(st.booleans()),
         warmup=draw(st.sampled_from([0, 0, 2])),
     )
 

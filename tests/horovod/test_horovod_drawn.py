@@ -88,6 +88,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         scaler=draw(st.sampled_from(["none", "enabled", "enabled", "disabled"])),
         sparse_as_dense=draw(st.booleans()),
         named=draw(st.booleans()),
+        entropy_coding=draw(st.booleans()),
         optimizers=draw(st.sampled_from([1, 1, 2])),
         parameters=tuple(draw(st.lists(parameters(), min_size=1, max_size=5))),
     )

@@ -101,6 +101,7 @@ class Configuration(Short):
     cap: int = 2048
     set_to_none: bool = True
     deferred: str = "all"
+    entropy_coding: bool = False
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

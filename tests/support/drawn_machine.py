@@ -105,6 +105,7 @@ class Machine:
                 topology=c.topology,
                 exclude=c.excludes,
                 grad_scaler=self.scaler,
+                entropy_coding=c.entropy_coding,
             )
             self.ddp.register_comm_hook(self.state, compress_hook)
         self._follow()

@@ -64,6 +64,7 @@ class Sharded(Short):
     inline: bool = False
     scatter: bool = False
     warmup: int = 0
+    entropy_coding: bool = False
 
     @property
     def keeps_gradients(self) -> bool:
@@ -145,6 +146,7 @@ def sharded(setup: Sharded, mesh: DeviceMesh) -> Any:
 
 def compressed(setup: Sharded, model: nn.Module) -> Any:
     how: Any = {"exchange": setup.exchange, "error_feedback": setup.feedback, "warmup_steps": setup.warmup}
+    how["entropy_coding"] = setup.entropy_coding
     if not setup.scatter:
         how["mesh"] = mesh_of(setup.mesh)["replicate"]
     with pytest.MonkeyPatch.context() as patch:

@@ -78,6 +78,7 @@ class Configuration(Short):
     sparse_as_dense: bool = False
     named: bool = True
     optimizers: int = 1
+    entropy_coding: bool = False
     parameters: tuple[Parameter, ...] = (Parameter((300,)), Parameter((40, 20)))
 
     @property
@@ -89,7 +90,9 @@ class Configuration(Short):
     def wrap(self, parameters: Sequence[nn.Parameter]) -> Any:
         compression: Any = hvd.Compression.none
         if self.codec is not None:
-            compression = hvd.Compression.codec(self.codec, self.error_feedback, self.exchange)
+            compression = hvd.Compression.codec(
+                self.codec, self.error_feedback, self.exchange, entropy_coding=self.entropy_coding
+            )
         plain = torch.optim.SGD(parameters, lr=2.0**-6)
         named = [(f"p{i}", p) for i, p in enumerate(parameters)] if self.named else None
         return hvd.DistributedOptimizer(

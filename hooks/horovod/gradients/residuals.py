@@ -186,7 +186,7 @@ class CompressionState:
             name = self.compression.exchange
             if name == "auto":
                 name = default_exchange(codec, channel.size)
-            group = channel.group(flat.device)
+            group = channel.group(flat.device, self.compression.entropy_coding)
             # Numbered by its name, so that neither the order of operations nor a restart changes the draws.
             index = zlib.crc32(layout[0].name.encode())
             bucket = Bucket(index, [], layout, frozenset(), flat, self.compression.strategy)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm.coded_message import NOT_CODED
 from ...comm.group import Group
 from ...timeouts import COLLECTIVE_TIMEOUT
 from ..transport.peer_mesh import MeshGroup, PeerMesh
@@ -37,15 +38,23 @@ class Channel:
         self._gloo: Any = dist.ProcessGroupGloo(gloo, self.rank, self.size, COLLECTIVE_TIMEOUT)
         self._nccl: Any = None
         self._mesh_group = MeshGroup(mesh, self._gloo, set_id, self.ranks)
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[tuple[str, bool], Group] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def group(self, device: torch.device) -> Group:
-        """For the compressed exchanges."""
-        if device.type not in self._groups:
+    def group(self, device: torch.device, entropy_coding: bool = False) -> Group:
+        """For the compressed exchanges.
+
+        Raises:
+            ValueError: the device's messages cannot be coded.
+        """
+        if entropy_coding and device.type != "cpu":
+            raise ValueError(NOT_CODED.format(device=device))
+        key = device.type, entropy_coding
+        if key not in self._groups:
             backend = self._mesh_group if device.type == "cpu" else self._backend(device)
-            self._groups[device.type] = Group(backend, self.ranks)
-        return self._groups[device.type]
+            self._groups[key] = Group(backend, self.ranks)
+            self._groups[key].entropy_coding = entropy_coding
+        return self._groups[key]
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Flat memory for one operation. It is reused, as fresh pages cost as much as filling them."""

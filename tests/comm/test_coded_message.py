@@ -1,0 +1,233 @@
+"""Messages through an entropy coder: the same bits, in fewer bytes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire import QSGD, ChunkedTopK, Codec, CompressState, LocalUpdates, TernGrad, TopK, compress_hook
+from gradwire.hooks.comm.coded_message import HEAD_BYTES, RETRY, CodedMessage
+from gradwire.hooks.comm.group import Group
+from gradwire.hooks.core.session import Session
+from gradwire.hooks.horovod import Compression
+from gradwire.hooks.horovod.compression import CodecCompression
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import Pool, on_ranks
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from training import batch, digest, perceptron
+
+Ranks = Callable[[int], Pool]
+#: Kinds of bytes: alike, of few values, and any.
+KINDS = ("zeros", "few", "any")
+
+
+def some_bytes(kind: str, length: int, seed: int) -> Tensor:
+    values = {"zeros": 1, "few": 6, "any": 256}[kind]
+    return torch.randint(values, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def carried(rank: int, length: int, steps: Sequence[str], gathers: bool, named: str) -> list[int]:
+    """Rows that change their kind from step to step, each rank's in another order, arrive. Bytes saved, by step."""
+    group = Group(dist.group.WORLD)
+    group = group.channel(named) if named else group
+    size, saved = group.size, []
+    rows = torch.zeros(size, length, dtype=torch.uint8)
+    got = torch.zeros(size, length, dtype=torch.uint8)
+    port: Any
+    if gathers:
+        port = group.persistent_gather(got, rows[0], coded=True)
+    else:
+        port = group.persistent_swap(got, rows, coded=True)
+    for step in range(len(steps)):
+        sent = [
+            [some_bytes(steps[(step + source) % len(steps)], length, 100 * step + 10 * source + (not gathers) * target)
+             for target in range(size)] for source in range(size)
+        ]  # fmt: skip
+        rows.copy_(torch.stack(sent[rank]))
+        port.post_receives()
+        work = port.start()
+        work.wait()
+        work.wait()  # once more changes nothing
+        assert torch.equal(got, torch.stack([sent[source][rank] for source in range(size)]))
+        counted = torch.tensor([0 if size == 1 else port.saved[0] * (size - 1 if gathers else 1), port.saved[1]])
+        dist.all_reduce(counted)
+        assert size == 1 or counted[0] == counted[1]  # what is sent arrives
+        saved.append(port.saved[0])
+    return saved
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    size=st.sampled_from([1, 2, 3]),
+    length=st.one_of(st.integers(0, 300), st.sampled_from([70_000, 1 << 20])),
+    steps=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5),
+    gathers=st.booleans(),
+    named=st.sampled_from(["", "coded"]),
+)
+def test_whatever_is_sent_arrives(
+    ranks: Ranks, size: int, length: int, steps: list[str], gathers: bool, named: str
+) -> None:
+    ranks(size).run(carried, length, steps, gathers, named)
+
+
+def test_what_does_not_shrink_goes_as_it_is_for_a_while(ranks: Ranks) -> None:
+    length = 1 << 16
+    bad = ranks(2).run(carried, length, ["any"] * 2 + ["few"] * (2 * RETRY), True, "coded")
+    for saved in bad:
+        # Rank 1 is a step ahead of rank 0 in this list.
+        first = saved.index(-HEAD_BYTES)
+        tried = [step for step, less in enumerate(saved) if less > 0]
+        assert tried
+        assert max(saved) > length // 2
+        assert all(less == -HEAD_BYTES for less in saved[first : first + RETRY])
+        assert min(step for step in tried if step > first) == first + RETRY + 1
+
+
+def broken(rank: int, how: str) -> str:
+    """What rank 1 makes of a message of rank 0's that is none."""
+    group = Group.of_ranks([0, 1]).channel("broken")
+    rows, row = torch.zeros(2, 1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
+    port = group.persistent_gather(rows, row, coded=True)
+    assert isinstance(port, CodedMessage)
+    code = port._code
+
+    def spoiled(row: Tensor, room: Tensor) -> Tensor:
+        message = code(row, room)
+        if how == "bytes":
+            message[HEAD_BYTES:] = 7
+        elif how == "length":
+            message[:HEAD_BYTES].view(torch.int32).fill_(5000)
+        else:
+            message = code(row[:500], room)
+        return message
+
+    with patch.object(port, "_code", spoiled if rank == 0 else code):
+        work = port.start()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["bytes", "length", "shorter"])
+def test_a_message_that_is_no_code_is_an_error_with_the_senders_rank(ranks: Ranks, how: str) -> None:
+    fine, error = ranks(2).run(broken, how)
+    assert not fine
+    assert "rank 0 sent" in error
+    assert "same versions" in error
+
+
+def trained(
+    rank: int, front: str, codec: Codec, exchange: str, topology: int | None, coded: bool
+) -> tuple[str, int, int]:
+    """Parameters after some steps, and bytes sent and received."""
+    model = perceptron(64, 128)
+    how: dict[str, Any] = {"exchange": exchange, "exclude": ["0.bias"], "entropy_coding": coded}
+    state: Any
+    if front == "ddp":
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
+        state = CompressState(ddp, codec, fallback=None, topology=topology, **how)
+        ddp.register_comm_hook(state, compress_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if front == "local":
+        state = LocalUpdates(model, optimizer, codec, every=2, **how)
+    for step in range(6):
+        (ddp if front == "ddp" else model)(batch(rank, step, model)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if front == "local":
+            state.step()
+    done = state.statistics()
+    return digest(model.parameters()), done.bytes_sent, done.bytes_received
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("front", ["ddp", "local"])
+@pytest.mark.parametrize(
+    ("codec", "exchange", "shrinks"),
+    [
+        (QSGD(), "gather", 0.85),
+        (TernGrad(), "two_pass", 0.85),
+        (ChunkedTopK(k=1024, chunk=4096), "gather", 0.97),
+        (TopK(0.1), "split", 1.01),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_models_have_the_same_bits(rank: int, front: str, codec: Codec, exchange: str, shrinks: float) -> str:
+    plain, coded = (trained(rank, front, codec, exchange, None, coded) for coded in (False, True))
+    assert coded[0] == plain[0]
+    for less, more in zip(coded[1:], plain[1:], strict=True):
+        assert less < shrinks * more
+    return coded[0]
+
+
+@on_ranks(4)
+def test_messages_inside_a_node_are_not_coded(rank: int) -> str:
+    """Between nodes they are."""
+    codec, swaps = QSGD(), []
+    real = Group.persistent_swap
+
+    def seen(self: Group, output: Tensor, rows: Tensor, ahead: int = 2, coded: bool = False) -> Any:
+        swaps.append((self.size, rows.dtype, ahead, coded))
+        return real(self, output, rows, ahead, coded)
+
+    plain = trained(rank, "ddp", codec, "hierarchical", 2, False)
+    with patch.object(Group, "persistent_swap", seen):
+        coded = trained(rank, "ddp", codec, "hierarchical", 2, True)
+    assert swaps
+    assert not any(coded for *_, coded in swaps)  # two nodes gather
+    assert coded[0] == plain[0]
+    assert coded[2] < 0.85 * plain[2]
+    return coded[0]
+
+
+@on_ranks(2)
+def test_ranks_must_agree(rank: int) -> str:
+    model = DistributedDataParallel(perceptron())
+    with pytest.raises(ValueError, match="entropy_coding") as error:
+        CompressState(model, QSGD(), exchange="gather", entropy_coding=rank == 0)
+    return str(error.value)
+
+
+@on_ranks(2)
+def test_gradients_on_another_device_are_refused(rank: int) -> str:
+    with pytest.raises(ValueError, match=r"entropy_coding=True: gradients are on meta.* leave it out") as error:
+        Session("CompressState", dist.group.WORLD, torch.device("meta"), dict, None, entropy_coding=True)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [1, "zstd", None])
+def test_it_is_true_or_false(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"entropy_coding=.*expected True or False"):
+        CompressState(QSGD(), entropy_coding=wrong)
+    with pytest.raises(ValueError, match=r"entropy_coding=.*expected True or False"):
+        CodecCompression(QSGD(), entropy_coding=wrong)
+
+
+def test_without_the_package_the_error_has_the_command() -> None:
+    with patch.dict(sys.modules, {"zstandard": None}):
+        CompressState(QSGD())
+        with pytest.raises(RuntimeError, match=r"pip install 'gradwire\[zstd\]'"):
+            CompressState(QSGD(), entropy_coding=True)
+        with pytest.raises(RuntimeError, match=r"pip install 'gradwire\[zstd\]'"):
+            Compression.codec(QSGD(), entropy_coding=True)
+
+
+def test_horovods_checkpoints_go_on_with_and_without() -> None:
+    """The text of one without is that of releases that had none."""
+    plain, coded = CodecCompression(QSGD()), CodecCompression(QSGD(), entropy_coding=True)
+    assert repr(plain) == f"CodecCompression(codec={QSGD()!r}, error_feedback='auto', exchange='auto', seed=0)"
+    assert repr(coded) != repr(plain)
+    with patch.dict(sys.modules, {"zstandard": None}):
+        assert plain.goes_on_from(repr(coded))
+    assert coded.goes_on_from(repr(plain))
+    assert coded.goes_on_from(repr(coded))
+    assert not coded.goes_on_from(repr(CodecCompression(QSGD(bits=2))))
