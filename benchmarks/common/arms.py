@@ -64,6 +64,7 @@ class Arm:
         what: for people, of an arm without a codec.
         codec: gradwire's; None: PyTorch's own ways, or no communication.
         exchange: gradwire's; "auto" may send float32 too; None: for `install` to say.
+        coded: messages go through an entropy coder.
         horovod: by the Horovod interface instead of DDP.
         rank: PowerSGD's.
         factors: the linear layers whose gradients `SufficientFactors` takes, by name; DDP all-reduces the others.
@@ -78,6 +79,7 @@ class Arm:
     what: str = ""
     codec: Codec | None = None
     exchange: str | None = None
+    coded: bool = False
     horovod: bool = False
     rank: int = 0
     factors: tuple[str, ...] = ()
@@ -92,7 +94,7 @@ class Arm:
         if self.codec is None:
             return f"{self.what}, rank {self.rank}, one bucket" if self.rank else self.what
         by = f" by {self.exchange}" if self.exchange else ""
-        codec = label(self.codec).replace("torch.", "")
+        codec = label(self.codec).replace("torch.", "") + (" and zstd" if self.coded else "")
         rounds = f", parameters every {self.every} steps" if self.every else ""
         rounds += f", delay {self.delay}" if self.delay else ""
         return f"{'Horovod interface' if self.horovod else 'gradwire'}, {codec}{by}{rounds}"
@@ -112,7 +114,7 @@ class Arm:
             # All but "auto" compress always.
             way: dict[str, Any] = {"exchange": self.exchange or exchange}
             way |= {} if self.exchange == "auto" else {"fallback": None}
-            return Hook(CompressState(ddp, self.codec, seed=seed, **way), compress_hook)
+            return Hook(CompressState(ddp, self.codec, seed=seed, entropy_coding=self.coded, **way), compress_hook)
         if self.rank:
             power = powerSGD_hook.PowerSGDState(
                 None,
@@ -276,6 +278,11 @@ ARMS = {
         Arm("low-rank", "#332288", codec=PowerSGD(rank=4)),
         Arm("factors", "#4477AA", "gradwire, SufficientFactors of the head", factors=("head",)),
         Arm("chunked", "#882255", codec=ChunkedTopK()),
+        Arm("chunked25", "#882255", codec=ChunkedTopK(k=1024)),
+        Arm("qsgd-zstd", codec=QSGD(), coded=True),
+        Arm("terngrad-zstd", codec=TernGrad(), coded=True),
+        Arm("ternary-zstd", codec=Ternary(), coded=True),
+        Arm("chunked25-zstd", codec=ChunkedTopK(k=1024), coded=True),
         Arm("chunked6", "#882255", codec=ChunkedTopK(k=1000, chunk=16384)),
         Arm("chunked1.5", "#AA6688", codec=ChunkedTopK(k=1000, chunk=65536)),
         Arm("local", "#117733", codec=Ternary(), every=10),
