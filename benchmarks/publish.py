@@ -117,6 +117,10 @@ paired-mask: paired --rates 1gbit --world 4 --width 1024 --reference topk-split 
     --models 1
 paired-mask-8: paired --rates 1gbit --world 8 --width 1024 --reference topk-split --arms topk-mask topk-gather
     --rounds 24 --models 1
+paired-coded: paired --rates 100mbit 300mbit 1gbit --width 1024 --reference qsgd --arms qsgd-zstd terngrad
+    terngrad-zstd ternary ternary-zstd chunked25 chunked25-zstd --rounds 20 --steps 1 --models 1 --warmup 4
+paired-coded-large: paired --task large --rates 100mbit --reference fp16 --arms qsgd qsgd-zstd terngrad terngrad-zstd
+    chunked25 chunked25-zstd --rounds 10 --steps 1 --models 1 --warmup 3
 paired-tables-2: {zeros} --task tables --world 2 --batch 256 --rounds 6 --steps 1
 paired-tables-4: {zeros} --task tables --world 4 --batch 256 --rounds 6 --steps 1
 paired-experts-4: {zeros} --task experts --world 4 --batch 16 --rounds 8 --steps 2

@@ -14,7 +14,18 @@ from ...compress.codec import BlockCodec, Codec
 from ...compress.codecs.cast import Cast
 from ...compress.formats.layout import Layout, layout_numel
 from ..comm.topology import Topology
-from ..exchanges import EXCHANGES, BucketSpec, Dense, Exchange, Hierarchical, MaskedMean, TwoPass, possible, serving
+from ..exchanges import (
+    EXCHANGES,
+    BucketSpec,
+    Dense,
+    Exchange,
+    Hierarchical,
+    MaskedMean,
+    NonZeroBlocks,
+    TwoPass,
+    possible,
+    serving,
+)
 from ..exchanges.dense import all_reduce_estimate
 from ..network import cost, probe
 from ..network.cost import HIERARCHICAL
@@ -159,7 +170,8 @@ class Planner:
         """The plan of a bucket of `numel` elements, and the reason.
 
         Args:
-            union: the last observed size of the ranks' union with a sparse codec; 0: unknown.
+            union: the last observed size of the ranks' union with a sparse codec, or of the blocks that are not zero
+                with a lossless one; 0: unknown.
             buckets: buckets like it in a step, which wait for the network together.
         """
         codec, feedback, size = choice.codec, choice.feedback, self.topology.all.size
@@ -222,6 +234,10 @@ class Planner:
         for codec in self._codecs(choice):
             if codec is None:
                 plans["dense"] = Plan(choice.codec, "dense", False), all_reduce_estimate(self._flat, numel, size)
+                if choice.codec.lossless and union and not self.inline:
+                    speed = self._speeds[choice.codec.speed_key, False]
+                    blocks = NonZeroBlocks.estimate(self._flat, BucketSpec(choice.codec, speed, numel, size, union))
+                    plans[blocks.name] = Plan(choice.codec, blocks.name, False), blocks
                 continue
             asked = codec == choice.codec
             feedback = choice.feedback if asked else True

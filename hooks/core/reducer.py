@@ -33,6 +33,17 @@ DENSE_CHECK_INTERVAL = 64
 SMALL_NUMEL = 1 << 18
 
 
+def plans_again(choice: Choice, number: int) -> bool:
+    """True if "auto" plans again before this step."""
+    return number % (DENSE_CHECK_INTERVAL if choice.codec.lossless else REPLAN_INTERVAL) == 0
+
+
+def counts_union(choice: Choice, number: int) -> bool:
+    """True if the elements that any rank sends are counted in this step, for the next plan: the step before it, or
+    where the steps between two plans may be dense, and not take the pipeline, that of a plan."""
+    return plans_again(choice, number if choice.codec.lossless else number + 1)
+
+
 class Reducer:
     """Reduces the gradients of one model among the ranks of a session, step by step.
 
@@ -264,7 +275,7 @@ class Reducer:
                 yield self.session.announced
                 step.share = self.session.share()
                 buffer.mul_(step.share)
-            if choice.exchange == "auto" and number % REPLAN_INTERVAL == REPLAN_INTERVAL - 1:
+            if choice.exchange == "auto" and counts_union(choice, number):
                 union = bucket.exchange.union_of(buffer if bucket.packed is None else bucket.packed)
                 bucket.counting = None if union is None else Readback(union.view(1, 1))
             if self._skips:
@@ -296,9 +307,9 @@ class Reducer:
             raise self._failure(error, step, f"bucket {gradient.index}", "rows") from error
 
     def _prepare(self, bucket: Bucket, choice: Choice, number: int) -> None:
-        """Plan a bucket's exchange: when its choice changes, and with "auto" every `REPLAN_INTERVAL` steps."""
+        """Plan a bucket's exchange: when its choice changes, and with "auto" from time to time."""
         plan = bucket.plan
-        if plan is None or bucket.choice != choice or (choice.exchange == "auto" and number % REPLAN_INTERVAL == 0):
+        if plan is None or bucket.choice != choice or (choice.exchange == "auto" and plans_again(choice, number)):
             planner, numel = self.session.planner, layout_numel(bucket.layout)
             if bucket.counting is not None:  # since an earlier step
                 bucket.union, bucket.counting = bucket.counting.read()[0][0] or bucket.union, None

@@ -31,6 +31,7 @@ __all__ = [
     "ExchangeKind",
     "Hierarchical",
     "MaskedMean",
+    "NonZeroBlocks",
     "ReduceScatter",
     "TwoPass",
     "all_finite",

@@ -37,7 +37,7 @@ class BucketSpec:
         codec, speed: the codec, and its measured speed.
         numel: elements.
         world_size: ranks.
-        union: elements that any rank selects with a sparse codec; 0: unknown.
+        union: elements that any rank selects with a sparse codec, or elements of blocks that are not zero; 0: unknown.
         feedback: residuals are kept.
     """
 
@@ -141,7 +141,8 @@ class Exchange(ABC):
         messages. By default they are there once all of its own are sent."""
 
     def union_of(self, out: Tensor) -> Tensor | None:
-        """The size of the ranks' union with a sparse codec, from the last `out`: int64 []; None: unknown."""
+        """The size of the ranks' union with a sparse codec, or the elements of blocks that are not zero with a lossless
+        one, from the last `out`: int64 []; None: unknown."""
         return None
 
     def counts(self) -> list[Tensor]:

@@ -12,6 +12,7 @@ from ..comm.group import Group
 from ..comm.ports import Stages
 from ..network.cost import GLOO_COLLECTIVES, Calibration, Estimate
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+from .non_zero_blocks import elements_of_blocks
 
 
 def all_reduce_estimate(network: Calibration, numel: int, world_size: int) -> Estimate:
@@ -84,6 +85,9 @@ class Dense(Exchange):
             size = self.numel + self.extra + self.world_size
             self.pieces = torch.zeros(size, dtype=torch.float32, device=self.device)
         return self.pieces
+
+    def union_of(self, out: Tensor) -> Tensor | None:
+        return elements_of_blocks(out) if self.codec.lossless else None
 
     def counts(self) -> list[Tensor]:
         return [self.counted]

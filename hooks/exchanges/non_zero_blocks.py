@@ -122,6 +122,9 @@ class NonZeroBlocks(Exchange):
     def counts(self) -> list[Tensor]:
         return [*super().counts(), self.counted]
 
+    def union_of(self, out: Tensor) -> Tensor:
+        return elements_of_blocks(out)
+
 
 class Parcels:
     """One stage of messages of whole blocks, whose sizes all ranks know.
@@ -287,6 +290,11 @@ def present_blocks(x: Tensor) -> Tensor:
     # Two passes at memory's speed; `any` takes three times as long.
     found = (rows.amax(1) != 0) | (rows.amin(1) != 0) if whole else rows.new_zeros(0, dtype=torch.bool)
     return found if whole * BLOCK == len(x) else torch.cat([found, bits[whole * BLOCK :].any()[None]])
+
+
+def elements_of_blocks(x: Tensor) -> Tensor:
+    """Elements of blocks that are not zero, at least one block's: int64 []."""
+    return BLOCK * present_blocks(x).sum().clamp(min=1)
 
 
 def pack_bits(flags: Tensor, out: Tensor) -> None:

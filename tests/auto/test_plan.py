@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from gradwire import QSGD, Cast, ChunkedTopK, Codec, CompressState, Identity, On
 from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.topology import Topology, node_size
+from gradwire.hooks.core import reducer
 from gradwire.hooks.network import cost, probe
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import LATENCY, WORK, Ledger, convnet, pretend, train, two_large_layers, wrap
+from training import LATENCY, WORK, Ledger, convnet, digest, pretend, train, two_large_layers, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -207,3 +209,36 @@ def test_twenty_buckets_under_way_and_everybody_late(ranks: Ranks, exchange: str
     results = ranks(4).run(hurried, exchange, steps, within=300)
     assert all(result[0] == results[0][0] for result in results), "replicas differ"
     assert [result[1:] for result in results] == [(20, steps + 12)] * 4
+
+
+def mostly_zero_for_a_while(rank: int, beta: float) -> tuple[list[str], str]:
+    """The exchange of an embedding's bucket at every fourth step, eight of which use few rows and the others all, and
+    its weights."""
+    with (
+        patch.object(reducer, "DENSE_CHECK_INTERVAL", 4),
+        patch.object(probe, "calibration", pretend(beta)),
+        patch.object(probe, "codec_speed", lambda *_: cost.CodecSpeed(1e-9, 1e-9)),
+    ):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.EmbeddingBag(5000, 16))
+        state = CompressState(ddp, Identity())
+        ddp.register_comm_hook(state, compress_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        found = []
+        for step in range(17):
+            rows = torch.randint(5000, (8,)) if step < 8 else torch.arange(5000)
+            ddp(rows.view(1, -1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 4 == 0:
+                found.append(state.statistics().decisions[0].partition(" ")[0])
+    return found, digest(ddp.parameters())
+
+
+def test_lossless_gradients_that_are_mostly_zero_go_by_blocks(ranks: Ranks) -> None:
+    """As long as they are, on a network for which that is faster."""
+    slow, other = ranks(2).run(mostly_zero_for_a_while, 1e-7)
+    assert slow == other
+    assert slow[0] == ["dense", "blocks", "blocks", "dense", "dense"]
+    fast, _ = ranks(2).run(mostly_zero_for_a_while, 1e-12)
+    assert fast[0] == ["dense"] * 5
