@@ -161,8 +161,8 @@ def no_network() -> Iterator[None]:
     """Within the block wires go nowhere, as if over NCCL; what hosts tell each other arrives."""
     real = Group.persistent_gather
 
-    def persistent_gather(self: Group, output: Tensor, row: Tensor, ahead: int = 2) -> Any:
-        return Collective(Done) if output.dtype == torch.uint8 else real(self, output, row, ahead)
+    def persistent_gather(self: Group, output: Tensor, *how: Any, **more: Any) -> Any:
+        return Collective(Done) if output.dtype == torch.uint8 else real(self, output, *how, **more)
 
     with (
         patch.object(Group, "blocks", staticmethod(lambda *_: False)),
