@@ -16,7 +16,7 @@ Ranks = Callable[[int], Pool]
 
 def trained(rank: int, front: str, codec: str) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters after some steps, with compression and without."""
-    training = endings.Training(front, codec, "auto", 3, "kept", 0, 0, (0, 0, 0.0))
+    training = endings.Training(front, codec, "auto", 3, "kept", 0, 0, (0, 0, 0.0), coded=False)
     ours, plain = endings.Net(), endings.Net()
     model, after, close = endings.FRONTS[front](ours, training)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)

@@ -131,6 +131,7 @@ def draw(seed: int, number: int, networks: bool) -> Scenario:
     for kind in kinds:
         _add(made, kind, rng, free, keeper, networks)
     made.replaced = rng.random() < 0.3
+    made.options["entropy_coding"] = rng.random() < 0.5
     return made
 
 

@@ -53,6 +53,8 @@ class Training:
     layer: int
     #: Who begins which step late, and by how many seconds.
     late: tuple[int, int, float]
+    #: Messages go through an entropy coder, on the fronts that have one.
+    coded: bool
 
 
 def draw(rng: random.Random, ranks: int) -> Training:
@@ -67,7 +69,7 @@ def draw(rng: random.Random, ranks: int) -> Training:
     ):  # there others wait in collectives of FSDP's
         end = "collected"
     places = (rng.randrange(ranks), rng.randrange(LAYERS))
-    return Training(front, codec, rng.choice(EXCHANGES[codec]), steps, end, *places, late)
+    return Training(front, codec, rng.choice(EXCHANGES[codec]), steps, end, *places, late, rng.random() < 0.5)
 
 
 class Net(nn.Module):
@@ -96,7 +98,8 @@ Made = tuple[nn.Module, Callable[[], object], Callable[[], object]]
 
 def _ddp(net: Net, training: Training) -> Made:
     model = DistributedDataParallel(net, bucket_cap_mb=1)
-    state = CompressState(model, CODECS[training.codec], exchange=training.exchange, fallback=None)
+    options: dict[str, Any] = {"exchange": training.exchange, "fallback": None, "entropy_coding": training.coded}
+    state = CompressState(model, CODECS[training.codec], **options)
     model.register_comm_hook(state, compress_hook)
     return model, torch.optim.SGD(net.parameters(), lr=0.01).step, state.close
 
@@ -106,8 +109,8 @@ def _fsdp(net: Net, training: Training) -> Made:
     for layer in net.layers:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
-    options: dict[str, Any] = {"exchange": training.exchange, "fallback": None, "mesh": mesh["replicate"]}
-    state = compress_fsdp(net, CODECS[training.codec], **options)
+    options: dict[str, Any] = {"exchange": training.exchange, "fallback": None, "entropy_coding": training.coded}
+    state = compress_fsdp(net, CODECS[training.codec], mesh=mesh["replicate"], **options)
     return net, torch.optim.SGD(net.parameters(), lr=0.01).step, state.close
 
 
@@ -116,13 +119,14 @@ def _scatter(net: Net, training: Training) -> Made:
     for layer in net.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    state = compress_fsdp(net, CODECS[training.codec])
+    state = compress_fsdp(net, CODECS[training.codec], entropy_coding=training.coded)
     return net, torch.optim.SGD(net.parameters(), lr=0.01).step, state.close
 
 
 def _local(net: Net, training: Training) -> Made:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    updates = LocalUpdates(net, optimizer, CODECS[training.codec], every=1, exchange=training.exchange)
+    options: dict[str, Any] = {"exchange": training.exchange, "entropy_coding": training.coded}
+    updates = LocalUpdates(net, optimizer, CODECS[training.codec], every=1, **options)
 
     def after() -> None:
         optimizer.step()
@@ -143,7 +147,7 @@ def _lion(net: Net, training: Training) -> Made:
 
 def _horovod(net: Net, training: Training) -> Made:
     hvd.init()
-    compression = getattr(hvd.Compression, training.codec)()
+    compression = hvd.Compression.codec(CODECS[training.codec], entropy_coding=training.coded)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.01), net.named_parameters(), compression=compression
     )
