@@ -102,7 +102,7 @@ def change_of(section: Section, places: np.ndarray | None, words: np.ndarray, ol
     from ..backends.cpu.words import add_words, replace_words
 
     if places is not None and len(section.pieces) > 1:
-        order = np.argsort(places)
+        order = np.argsort(places, kind="stable")  # a few runs that ascend, which it merges
         places, words = places[order], words[order]
     change = Change(section, places, words, np.zeros((len(section.pieces), 2), np.uint64))
     for piece, sums in zip(section.pieces, change.sums, strict=True):
