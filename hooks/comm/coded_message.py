@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .ports import PointToPoint, VariableMessage, Work
 
-#: In front of a message: the bytes of its code, int32; 0: it comes as it is.
-HEAD_BYTES = 4
+#: In front of a message: the bytes of its code, int64; 0: it comes as it is.
+HEAD_BYTES = 8
 #: A code of more than this share of the bytes does not pay, at 100 Mbit/s and with a core that codes 500 MB/s. Messages
 #: then go as they are, and are coded again after so many.
 WORTH, RETRY = 0.96, 64
@@ -89,7 +89,7 @@ class CodedMessage:
             return room[:0]
         code = b"" if self._plain else _zstandard().compress(row.numpy())
         shorter = 0 < len(code) < len(row)
-        room[:HEAD_BYTES].view(torch.int32).fill_(len(code) if shorter else 0)
+        room[:HEAD_BYTES].view(torch.int64).fill_(len(code) if shorter else 0)
         if not shorter:
             room[HEAD_BYTES:].copy_(row)
             return room
@@ -103,7 +103,7 @@ class CodedMessage:
         for rank, (message, row) in enumerate(zip(self._message.received, self._received, strict=True)):
             if rank == self._group.rank or not len(row):
                 continue
-            length = int.from_bytes(message[:HEAD_BYTES].numpy(), sys.byteorder)  # at any address
+            length = int.from_bytes(message[:HEAD_BYTES].numpy(), sys.byteorder, signed=True)  # at any address
             if length == 0:
                 row.copy_(message[HEAD_BYTES : HEAD_BYTES + len(row)])
             elif not 0 < length < len(row) or not _decompress(message[HEAD_BYTES : HEAD_BYTES + length], row):

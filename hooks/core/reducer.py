@@ -38,12 +38,6 @@ def plans_again(choice: Choice, number: int) -> bool:
     return number % (DENSE_CHECK_INTERVAL if choice.codec.lossless else REPLAN_INTERVAL) == 0
 
 
-def counts_union(choice: Choice, number: int) -> bool:
-    """True if the elements that any rank sends are counted in this step, for the next plan: the step before it, or
-    where the steps between two plans may be dense, and not take the pipeline, that of a plan."""
-    return plans_again(choice, number if choice.codec.lossless else number + 1)
-
-
 class Reducer:
     """Reduces the gradients of one model among the ranks of a session, step by step.
 
@@ -275,7 +269,7 @@ class Reducer:
                 yield self.session.announced
                 step.share = self.session.share()
                 buffer.mul_(step.share)
-            if choice.exchange == "auto" and counts_union(choice, number):
+            if choice.exchange == "auto" and self._counts_union(choice, number):
                 union = bucket.exchange.union_of(buffer if bucket.packed is None else bucket.packed)
                 bucket.counting = None if union is None else Readback(union.view(1, 1))
             if self._skips:
@@ -285,6 +279,13 @@ class Reducer:
         except Exception as error:
             name = bucket.plan.exchange if bucket.plan is not None else choice.exchange
             raise self._failure(error, step, f"bucket {bucket.index}", name) from error
+
+    def _counts_union(self, choice: Choice, number: int) -> bool:
+        """True if "auto" counts in this step the elements that any rank sends, for its next plan: in the step before
+        it, or, where the steps between two plans may be dense and not take the pipeline, in that of a plan."""
+        if choice.codec.lossless:
+            return plans_again(choice, number) and not self.session.planner.inline
+        return plans_again(choice, number + 1)
 
     def _reduce_sparse(self, step: Step, gradient: SparseGradient, grad: Tensor) -> Stages:
         """Stages from a sparse gradient to its mean."""

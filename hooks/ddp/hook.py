@@ -80,8 +80,8 @@ class CompressState(State):
             the others use point-to-point messages; in the model's own group, where DDP uses collectives, all do.
         seed: seed of stochastic rounding.
         entropy_coding: send messages through zstandard, where they become shorter (docs/distance.md). Means and
-            residuals have the same bits. For gradients on CPUs, and links below 1 Gbit/s; it needs the package
-            zstandard.
+            residuals have the same bits. For gradients on CPUs, and links below 300 Mbit/s or so; it needs the
+            package zstandard.
 
     Raises:
         TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.

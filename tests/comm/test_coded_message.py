@@ -103,7 +103,7 @@ def broken(rank: int, how: str) -> str:
         if how == "bytes":
             message[HEAD_BYTES:] = 7
         elif how == "length":
-            message[:HEAD_BYTES].view(torch.int32).fill_(5000)
+            message[:HEAD_BYTES].view(torch.int64).fill_(5000)
         else:
             message = code(row[:500], room)
         return message
