@@ -38,6 +38,15 @@ class Port(Protocol):
     def post_receives(self) -> None: ...
 
 
+def saved_by(ports: Iterable[Port]) -> tuple[int, int]:
+    """Bytes that entropy coders have saved in the last step of these, of those sent and received."""
+    sent = received = 0
+    for port in ports:
+        less_sent, less_received = port.saved
+        sent, received = sent + less_sent, received + less_received
+    return sent, received
+
+
 #: The stages of a task: they yield messages in flight, and are resumed when these have arrived.
 Stages = Generator[Work, None, Any]
 

@@ -13,7 +13,7 @@ from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import layout_numel
 from ..auto.controller import Controller
 from ..auto.planner import REPLAN_INTERVAL, Choice, Plan
-from ..comm.ports import Stages, drive
+from ..comm.ports import Stages, drive, saved_by
 from ..comm.readback import Readback
 from ..comm.tasks import Clock
 from ..exchanges import all_finite
@@ -328,9 +328,9 @@ class Reducer:
         statistics = self._statistics
         statistics.elements += bucket.numel
         statistics.dense_bytes += 4 * bucket.numel
-        sent, received = bucket.exchange.travelled
-        statistics.bytes_sent += sent
-        statistics.bytes_received += received
+        sent_less, received_less = saved_by(bucket.exchange.ports)
+        statistics.bytes_sent += bucket.exchange.bytes_sent - sent_less
+        statistics.bytes_received += bucket.exchange.bytes_received - received_less
 
     def _end(self, step: Step) -> None:
         try:

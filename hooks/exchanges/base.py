@@ -126,12 +126,6 @@ class Exchange(ABC):
     def bytes_received(self) -> int:
         """Bytes received from other ranks in the last step, after an entropy decoder."""
 
-    @property
-    def travelled(self) -> tuple[int, int]:
-        """Bytes sent and received in the last step, less those that an entropy coder has saved."""
-        saved = [port.saved for port in self.ports]
-        return self.bytes_sent - sum(sent for sent, _ in saved), self.bytes_received - sum(got for _, got in saved)
-
     @abstractmethod
     def reduce(self, x: ExchangeArgs) -> Stages:
         """Write the ranks' mean of `x.grad` to `x.out`, and that of `x.extra` to `x.extra`."""

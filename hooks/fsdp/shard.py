@@ -16,6 +16,7 @@ from ...compress.feedback.base import RESIDUAL
 from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.pieces import Started, overlap
+from ..comm.ports import saved_by
 from ..comm.untraced import untraced
 from ..core.bucket import clock
 from ..core.checkpoint import MEAN
@@ -140,9 +141,9 @@ class ScatterState:
             except Exception as error:
                 where = f"[step {self._step}, module {part.shards.module!r}, {choice.codec}]"
                 raise RuntimeError(f"gradwire: {error} {where}") from error
-            sent, received = exchange.travelled
-            statistics.bytes_sent += sent
-            statistics.bytes_received += received
+            sent_less, received_less = saved_by(exchange.ports)
+            statistics.bytes_sent += exchange.bytes_sent - sent_less
+            statistics.bytes_received += exchange.bytes_received - received_less
             statistics.decisions[part.shards.index] = f"{choice.exchange} of {choice.codec}"
         if outside:
             self._ended()
