@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,18 @@ LEVEL = 1
 #: Of a device.
 NOT_CODED = "entropy_coding=True: gradients are on {device}, where the lengths of messages are fixed: leave it out"
 
-#: zstandard's contexts, of a megabyte or so, which one thread at a time may use.
-_contexts = threading.local()
+
+class _Contexts(threading.local):
+    """zstandard's contexts, of a megabyte or so, of each thread that uses them."""
+
+    def __init__(self) -> None:
+        zstandard: Any = importlib.import_module("zstandard")
+        self.compressor, self.decompressor = zstandard.ZstdCompressor(level=LEVEL), zstandard.ZstdDecompressor()
+        self.error = zstandard.ZstdError
+
+
+#: Made when it is first called: most processes do without the package.
+_contexts = cache(_Contexts)
 
 
 def check_available() -> None:
@@ -52,9 +63,11 @@ class CodedMessage:
         self._group, self._received, self._sent = group, received, sent
         longest = HEAD_BYTES + max(part.numel() for part in (*received, *sent))
         self._message = VariableMessage(group, longest)
-        others = [row for rank, row in enumerate(sent) if rank != group.rank]
-        #: Memory for messages, by the tensor that they are of.
-        self._room = {id(row): torch.empty(HEAD_BYTES + len(row), dtype=torch.uint8, device="cpu") for row in others}
+        #: What goes to others, and memory for its messages.
+        self._rows = {id(row): row for rank, row in enumerate(sent) if rank != group.rank}
+        self._room = {
+            key: torch.empty(HEAD_BYTES + len(row), dtype=torch.uint8, device="cpu") for key, row in self._rows.items()
+        }
         #: Messages that will not be coded.
         self._plain = 0
         self._sent_less = self._received_less = 0
@@ -72,11 +85,8 @@ class CodedMessage:
         """As a `PersistentMessage`'s."""
         mine = self._group.rank
         self._received[mine].copy_(self._sent[mine])
-        coded: dict[int, Tensor] = {}
-        for rank, row in enumerate(self._sent):
-            if rank != mine and id(row) not in coded:
-                coded[id(row)] = self._code(row, self._room[id(row)])
-        rows = sum(len(self._room[key]) - HEAD_BYTES for key in coded)
+        coded = {key: self._code(row, self._room[key]) for key, row in self._rows.items()}
+        rows = sum(map(len, self._rows.values()))
         self._sent_less = rows - sum(map(len, coded.values()))
         self._plain = self._plain - 1 if self._plain else RETRY * (self._sent_less < (1 - WORTH) * rows)
         nothing = self._sent[mine][:0]
@@ -87,7 +97,7 @@ class CodedMessage:
         """A row's message, in its memory; of an empty one an empty one."""
         if not len(row):
             return room[:0]
-        code = b"" if self._plain else _zstandard().compress(row.numpy())
+        code = b"" if self._plain else _contexts().compressor.compress(row.numpy())
         shorter = 0 < len(code) < len(row)
         room[:HEAD_BYTES].view(torch.int64).fill_(len(code) if shorter else 0)
         if not shorter:
@@ -106,7 +116,7 @@ class CodedMessage:
             length = int.from_bytes(message[:HEAD_BYTES].numpy(), sys.byteorder, signed=True)  # at any address
             if length == 0:
                 row.copy_(message[HEAD_BYTES : HEAD_BYTES + len(row)])
-            elif not 0 < length < len(row) or not _decompress(message[HEAD_BYTES : HEAD_BYTES + length], row):
+            elif not _decompress(message[HEAD_BYTES : HEAD_BYTES + length], row):
                 raise RuntimeError(
                     f"rank {self._group.ranks[rank]} sent {length} bytes that are no code of {len(row)}: all ranks "
                     "need the same versions of gradwire and of zstandard"
@@ -118,31 +128,19 @@ class _Decoded:
     """The messages of one start, decoded once they have arrived."""
 
     def __init__(self, port: CodedMessage, messages: Work) -> None:
-        self._messages = messages
-        self._port: CodedMessage | None = port
+        self._port, self._messages = port, messages
 
     def wait(self) -> None:
+        """May be called again."""
         self._messages.wait()
-        if self._port is not None:
-            self._port.decode()
-            self._port = None
+        self._port.decode()
 
 
 def _decompress(code: Tensor, out: Tensor) -> bool:
     """Fill a row with what a code says; False: it says something of another length, or nothing."""
-    errors = importlib.import_module("zstandard").ZstdError
     target = out.numpy()
     try:
-        with _zstandard(decodes=True).stream_reader(code.numpy()) as reader:
+        with _contexts().decompressor.stream_reader(code.numpy()) as reader:
             return bool(reader.readinto(target) == len(target) and not reader.read(1))
-    except errors:
+    except _contexts().error:
         return False
-
-
-def _zstandard(decodes: bool = False) -> Any:
-    """This thread's context."""
-    name = "decompressor" if decodes else "compressor"
-    if not hasattr(_contexts, name):
-        zstandard = importlib.import_module("zstandard")
-        setattr(_contexts, name, zstandard.ZstdDecompressor() if decodes else zstandard.ZstdCompressor(level=LEVEL))
-    return getattr(_contexts, name)

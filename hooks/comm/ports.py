@@ -188,13 +188,13 @@ class Traffic:
                 self._due.pop().announce()
 
 
-class _Plain:
-    """What goes as it is."""
+class _Uncoded:
+    """Messages that no entropy coder shortens."""
 
     saved = (0, 0)
 
 
-class PersistentMessage(_Plain):
+class PersistentMessage(_Uncoded):
     """Messages of fixed sizes between all ranks, step after step: one stage of an exchange. MPI's term.
 
     Gloo sends a message once its receiver has posted the receive. `post_receives` posts it ahead, so that the message
@@ -309,7 +309,7 @@ class _Arriving:
             self._place = None
 
 
-class Collective(_Plain):
+class Collective(_Uncoded):
     """A collective with the interface of a `PersistentMessage`; it needs no receives."""
 
     def __init__(self, start: Callable[[], Work]) -> None:

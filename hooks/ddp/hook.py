@@ -60,8 +60,7 @@ class CompressState(State):
         error_feedback: keep what compression leaves out, and add it to the next gradient. "auto" does so for codecs
             that contract (the deterministic ones); True makes stochastic codecs round to nearest. Or a strategy:
             `Residual(decay=0.95)`, `Residual(dtype=torch.bfloat16)` in half the memory, `Tracking()` for optimizers
-            like Adam, or `Momentum()` for SGD. The last two need an optimizer without momentum, and refuse the first
-            step of another. True means `Residual()`.
+            like Adam, or `Momentum()` for SGD. The last two refuse an optimizer with a momentum. True: `Residual()`.
         warmup_steps: number of first steps that are dense.
         exclude: names of parameters, with `*` for any part (`*.bias`), or a predicate `(name, parameter)`: these stay
             float32, inside the same messages.
@@ -79,9 +78,8 @@ class CompressState(State):
             use a Gloo group in any case. States may share a group: over Gloo only the first uses its collectives, and
             the others use point-to-point messages; in the model's own group, where DDP uses collectives, all do.
         seed: seed of stochastic rounding.
-        entropy_coding: send messages through zstandard, where they become shorter (docs/distance.md). Means and
-            residuals have the same bits. For gradients on CPUs, and links below 300 Mbit/s or so; it needs the
-            package zstandard.
+        entropy_coding: send messages through the package zstandard where they become shorter: the same bits, for
+            gradients on CPUs and links below 300 Mbit/s or so (docs/distance.md).
 
     Raises:
         TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.

@@ -16,6 +16,7 @@ from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.topology import Topology, node_size
 from gradwire.hooks.core import reducer
+from gradwire.hooks.exchanges import dense
 from gradwire.hooks.network import cost, probe
 from ranks import Pool
 from torch import nn
@@ -211,10 +212,12 @@ def test_twenty_buckets_under_way_and_everybody_late(ranks: Ranks, exchange: str
     assert [result[1:] for result in results] == [(20, steps + 12)] * 4
 
 
-def mostly_zero_for_a_while(rank: int, beta: float) -> tuple[list[str], str]:
+def mostly_zero_for_a_while(rank: int, beta: float, inline: bool = False, factor: float = 1.0) -> tuple[list[str], str]:
     """The exchange of an embedding's bucket at every fourth step, eight of which use few rows and the others all, and
-    its weights."""
+    its weights. `inline`: exchanges are launched, as over NCCL; `factor`: of the first eight gradients."""
+    blocking = Group.blocks
     with (
+        patch.object(Group, "blocks", staticmethod(lambda *how: not inline and blocking(*how))),
         patch.object(reducer, "DENSE_CHECK_INTERVAL", 4),
         patch.object(probe, "calibration", pretend(beta)),
         patch.object(probe, "codec_speed", lambda *_: cost.CodecSpeed(1e-9, 1e-9)),
@@ -227,7 +230,7 @@ def mostly_zero_for_a_while(rank: int, beta: float) -> tuple[list[str], str]:
         found = []
         for step in range(17):
             rows = torch.randint(5000, (8,)) if step < 8 else torch.arange(5000)
-            ddp(rows.view(1, -1)).sum().backward()
+            (ddp(rows.view(1, -1)).sum() * (factor if step < 8 else 1.0)).backward()
             optimizer.step()
             optimizer.zero_grad()
             if step % 4 == 0:
@@ -240,5 +243,19 @@ def test_lossless_gradients_that_are_mostly_zero_go_by_blocks(ranks: Ranks) -> N
     slow, other = ranks(2).run(mostly_zero_for_a_while, 1e-7)
     assert slow == other
     assert slow[0] == ["dense", "blocks", "blocks", "dense", "dense"]
+    nothing, _ = ranks(2).run(mostly_zero_for_a_while, 1e-7, False, 0.0)
+    assert nothing[0] == slow[0]
     fast, _ = ranks(2).run(mostly_zero_for_a_while, 1e-12)
     assert fast[0] == ["dense"] * 5
+
+
+def counted_over_nccl(rank: int) -> int:
+    """How often the blocks of a mean are counted where the host would have to wait for them."""
+    with patch.object(dense, "elements_of_blocks", wraps=dense.elements_of_blocks) as count:
+        found, _ = mostly_zero_for_a_while(rank, 1e-7, inline=True)
+    assert found == ["dense"] * 5
+    return count.call_count
+
+
+def test_over_nccl_no_blocks_are_counted(ranks: Ranks) -> None:
+    assert ranks(2).run(counted_over_nccl) == [0, 0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
+import endings
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,14 +17,18 @@ from gradwire.hooks.comm.group import Group
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.horovod import Compression
 from gradwire.hooks.horovod.compression import CodecCompression
+from gradwire.hooks.horovod.runtime.channel import Channel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lacking import needs_reduce_scatter
 from ranks import Pool, on_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron
 
 Ranks = Callable[[int], Pool]
+SHARDED = [pytest.param(name, marks=needs_reduce_scatter) for name in ("fsdp", "scatter")]
+FRONTS = ["ddp", "local", "horovod", *SHARDED]
 #: Kinds of bytes: alike, of few values, and any.
 KINDS = ("zeros", "few", "any")
 
@@ -91,7 +96,7 @@ def test_what_does_not_shrink_goes_as_it_is_for_a_while(ranks: Ranks) -> None:
 
 
 def broken(rank: int, how: str) -> str:
-    """What rank 1 makes of a message of rank 0's that is none."""
+    """The error of rank 1, to which rank 0 sends a message that is no code."""
     group = Group.of_ranks([0, 1]).channel("broken")
     rows, row = torch.zeros(2, 1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
     port = group.persistent_gather(rows, row, coded=True)
@@ -169,6 +174,36 @@ def test_models_have_the_same_bits(rank: int, front: str, codec: Codec, exchange
     return coded[0]
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
+def test_every_front_codes(rank: int, front: str) -> str:
+    """As it is asked to; with the same weights."""
+    weights = []
+    for coded in (False, True):
+        training = endings.Training(front, "qsgd", "gather", 3, "kept", 0, 0, (0, 0, 0.0), coded=coded)
+        with patch.object(CodedMessage, "decode", autospec=True, side_effect=CodedMessage.decode) as decode:
+            weights.append(endings.train(training, rank, []))
+        assert (decode.call_count > 0) == coded
+        assert all(port.saved[0] > 0 for (port,), _ in decode.call_args_list)
+    assert weights[0] == weights[1]
+    return weights[0]
+
+
+@on_ranks(2)
+@needs_reduce_scatter
+def test_statistics_between_shards_have_the_bytes_that_travelled(rank: int) -> str:
+    sent = []
+    for coded in (False, True):
+        training = endings.Training("scatter", "qsgd", "gather", 1, "kept", 0, 0, (0, 0, 0.0), coded=coded)
+        model, _, close = endings.FRONTS["scatter"](endings.Net(), training)
+        model(torch.randn(4, endings.WIDTH)).square().mean().backward()
+        done = close.__self__.statistics()  # type: ignore[attr-defined]
+        sent.append((done.bytes_sent, done.bytes_received))
+        close()
+    assert all(0 < less < 0.95 * more for more, less in zip(*sent, strict=True))
+    return ""
+
+
 @on_ranks(4)
 def test_messages_inside_a_node_are_not_coded(rank: int) -> str:
     """Between nodes they are."""
@@ -219,6 +254,21 @@ def test_without_the_package_the_error_has_the_command() -> None:
             CompressState(QSGD(), entropy_coding=True)
         with pytest.raises(RuntimeError, match=r"pip install 'gradwire\[zstd\]'"):
             Compression.codec(QSGD(), entropy_coding=True)
+
+
+@on_ranks(2)
+def test_all_ranks_hear_that_one_lacks_the_package(rank: int) -> str:
+    model = DistributedDataParallel(perceptron())
+    lacking = {"zstandard": None} if rank else {}
+    with patch.dict(sys.modules, lacking), pytest.raises((RuntimeError, ValueError)) as error:
+        CompressState(model, QSGD(), exchange="gather", entropy_coding=True)
+    assert "pip install 'gradwire[zstd]'" in str(error.value)
+    return ""
+
+
+def test_horovod_refuses_gradients_on_another_device() -> None:
+    with pytest.raises(ValueError, match=r"entropy_coding=True: gradients are on cuda.* leave it out"):
+        Channel.group(Mock(), torch.device("cuda"), entropy_coding=True)
 
 
 def test_horovods_checkpoints_go_on_with_and_without() -> None:

@@ -541,6 +541,7 @@ OPTIONS = st.fixed_dictionaries(
         ),
         "error_feedback": st.sampled_from([Residual(), Residual(decay=0.9), Residual(dtype=torch.int8), False]),
         "outer": st.sampled_from([None, OuterSGD(0.7, 0.9)]),
+        "entropy_coding": st.booleans(),
         # Every so many rounds; newcomers are in `step` then.
         "calls": st.sampled_from([None, ("consolidated_state_dict", 3), ("synchronise", 2), ("synchronise", 5)]),
     }
