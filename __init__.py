@@ -43,6 +43,7 @@ from .hooks import (
     compress_fsdp,
     compress_hook,
     compress_stage,
+    overlap_forward,
     recommend,
     sparse_all_reduce,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "compress_hook",
     "compress_stage",
     "optim",
+    "overlap_forward",
     "recommend",
     "schedules",
     "sparse_all_reduce",

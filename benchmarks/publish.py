@@ -117,6 +117,10 @@ paired-mask: paired --rates 1gbit --world 4 --width 1024 --reference topk-split 
     --models 1
 paired-mask-8: paired --rates 1gbit --world 8 --width 1024 --reference topk-split --arms topk-mask topk-gather
     --rounds 24 --models 1
+paired-overlap: paired --task residual --rates 64mbit 100mbit --bucket-mb 1 --models 1 --rounds 8 --steps 2 --warmup 3
+    --reference qsgd8 --arms qsgd8-overlap chunked25
+paired-overlap-transformer: paired --task transformer --rates 64mbit --bucket-mb 1 --models 1 --rounds 8 --steps 2
+    --warmup 3 --reference qsgd --arms qsgd-overlap chunked25
 paired-coded: paired --rates 100mbit 300mbit 1gbit --width 1024 --reference qsgd --arms qsgd-zstd terngrad
     terngrad-zstd ternary ternary-zstd chunked25 chunked25-zstd --rounds 20 --steps 1 --models 1 --warmup 4
 paired-coded-large: paired --task large --rates 100mbit --reference fp16 --arms qsgd qsgd-zstd terngrad terngrad-zstd

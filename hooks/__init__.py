@@ -2,6 +2,7 @@
 
 from .core.statistics import Statistics
 from .ddp.hook import CompressState, compress_hook
+from .ddp.overlap import OverlapForward, overlap_forward
 from .fsdp import compress_fsdp
 from .local_sgd.meeting.options import Meeting, MeetingLost
 from .local_sgd.options import Aggregate
@@ -20,6 +21,7 @@ __all__ = [
     "Meeting",
     "MeetingLost",
     "OuterSGD",
+    "OverlapForward",
     "Recommendation",
     "Rounds",
     "StageCompression",
@@ -28,6 +30,7 @@ __all__ = [
     "compress_fsdp",
     "compress_hook",
     "compress_stage",
+    "overlap_forward",
     "recommend",
     "sparse_all_reduce",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import CompressState, LocalUpdates, Rounds, SufficientFactors, compress_hook, recommend
+from ... import CompressState, LocalUpdates, Rounds, SufficientFactors, compress_hook, overlap_forward, recommend
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 from ...hooks.auto.planner import HALF_PRECISION
@@ -65,6 +65,7 @@ class Arm:
         codec: gradwire's; None: PyTorch's own ways, or no communication.
         exchange: gradwire's; "auto" may send float32 too; None: for `install` to say.
         coded: messages go through an entropy coder.
+        overlaps: the next forward pass begins while means are on their way.
         horovod: by the Horovod interface instead of DDP.
         rank: PowerSGD's.
         factors: the linear layers whose gradients `SufficientFactors` takes, by name; DDP all-reduces the others.
@@ -80,6 +81,7 @@ class Arm:
     codec: Codec | None = None
     exchange: str | None = None
     coded: bool = False
+    overlaps: bool = False
     horovod: bool = False
     rank: int = 0
     factors: tuple[str, ...] = ()
@@ -97,6 +99,7 @@ class Arm:
         codec = label(self.codec).replace("torch.", "") + (" and zstd" if self.coded else "")
         rounds = f", parameters every {self.every} steps" if self.every else ""
         rounds += f", delay {self.delay}" if self.delay else ""
+        rounds += ", forward overlapped" if self.overlaps else ""
         return f"{'Horovod interface' if self.horovod else 'gradwire'}, {codec}{by}{rounds}"
 
     @property
@@ -169,8 +172,10 @@ class Installed:
     seed: int = 0
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The model's optimizer: the given one, or Horovod's around it. With `LocalUpdates` its steps are counted. A
-        collective."""
+        """The model's optimizer: the given one, or Horovod's around it. With `LocalUpdates` its steps are counted, with
+        `overlap_forward` they are taken later. A collective."""
+        if self.arm.overlaps:
+            overlap_forward(self.model, optimizer)
         if self.arm.every:
             assert self.arm.codec is not None
             rounds = Rounds(delay=self.arm.delay, keep_local=self.arm.delay > 0)
@@ -261,8 +266,12 @@ ARMS = {
         Arm("dense", codec=OneBit(), exchange="dense"),
         Arm("blocks", "#1F6F54", codec=Identity(), exchange="blocks"),
         Arm("bf16", "#AA7744", codec=Cast(torch.bfloat16)),
+        Arm("bf16-overlap", codec=Cast(torch.bfloat16), overlaps=True),
         Arm("powersgd", "#56B4E9", "PyTorch's PowerSGD hook", rank=2),
         Arm("qsgd", "#0072B2", codec=QSGD()),
+        Arm("qsgd-overlap", codec=QSGD(), overlaps=True),
+        Arm("qsgd8", codec=QSGD(bits=8)),
+        Arm("qsgd8-overlap", codec=QSGD(bits=8), overlaps=True),
         Arm("terngrad", "#009E73", codec=TernGrad()),
         Arm("ternary", "#005C43", codec=Ternary()),
         Arm("onebit", "#D55E00", codec=OneBit()),

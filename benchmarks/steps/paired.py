@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..advisor.priority import MODELS
 from ..common import report
 from ..common.arguments import add_arms, add_layers, add_output, add_turns
 from ..common.arms import ARMS, TRAINED, Arm, Installed
@@ -45,6 +46,8 @@ DRAWN = {
     EXPERTS: "16 experts of 0.5 M parameters, one a sample",
     HEAD: "a head of 50,000 classes and width 1024 on a small body",
 }
+#: Models whose steps `gradwire-bench priority` simulates, with what they compute on.
+TRACED = dict(zip(("residual", "transformer"), MODELS, strict=True))
 #: The reference's second model.
 AGAIN = "again"
 #: Untimed steps of a turn: memory, and the processors' caches, were others' before.
@@ -54,7 +57,7 @@ SECONDS = ("wall", "cpu")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--task", choices=(LINEAR, *DRAWN, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)"
+        "--task", choices=(LINEAR, *DRAWN, *TRACED, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)"
     )
     flags.add_links(parser, "none")
     add_arms(parser, {name: arm.title for name, arm in ARMS.items()}, ["python", "dense"])
@@ -154,6 +157,21 @@ def drawn_batches(arm: Arm, kind: str, batch: int, bucket_mb: float | None) -> T
     return Trainee(installed, step)
 
 
+def traced(arm: Arm, kind: str, bucket_mb: float | None) -> Trainee:
+    """Steps of one of `TRACED` under SGD with momentum, always with the same batch."""
+    torch.manual_seed(0)
+    model, loss = MODELS[TRACED[kind]]()
+    installed = arm.install(model, bucket_mb)
+    optimizer = installed.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(installed.model).backward()
+        optimizer.step()
+
+    return Trainee(installed, step)
+
+
 def learner(task: tasks.Task, arm: Arm) -> Trainee:
     """Steps of a task of `gradwire-bench train`, at the learning rate of its middle."""
     installed, optimizer, batches = train.prepared(task, arm, seed=0)
@@ -179,6 +197,8 @@ def measure(
         known, make = ARMS, partial(linear, width=width, layers=layers, batch=batch, bucket_mb=bucket_mb)
     elif task in DRAWN:
         known, make = ARMS, partial(drawn_batches, kind=task, batch=batch, bucket_mb=bucket_mb)
+    elif task in TRACED:
+        known, make = ARMS, partial(traced, kind=task, bucket_mb=bucket_mb)
     else:
         known, make = ARMS | TRAINED, partial(learner, tasks.TASKS[task])
     trainees = {name: [make(known[name]) for _ in range(models)] for name in arms}
@@ -256,6 +276,9 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         elif arguments["task"] in DRAWN:
             what = f"{DRAWN[arguments['task']]}, {network['parameters'] / 1e6:.1f} M parameters, "
             what += f"batch {arguments['batch']} a rank"
+        elif arguments["task"] in TRACED:
+            size = "" if arguments["bucket_mb"] is None else f", buckets of {arguments['bucket_mb']:g} MB"
+            what = f"{TRACED[arguments['task']]}, {network['parameters'] / 1e6:.1f} M parameters{size}"
         else:
             what = tasks.TASKS[arguments["task"]].title
         notes = [

@@ -9,12 +9,15 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .send_queue import SendQueue
 
 #: Channels have the tags from here on; other messages are counted below.
 NAMED = 1 << 30
@@ -68,6 +71,8 @@ class PointToPoint:
     rank: int
     size: int
     traffic: Traffic
+    #: Where messages may have to wait for more urgent ones.
+    sends: SendQueue | None = None
     #: Of single messages, where it is not what the group was made with.
     timeout: timedelta | None
     _ranks: Sequence[int] | None
@@ -100,12 +105,12 @@ class PointToPoint:
     def send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Messages:
         own = sent[self.rank]
         received[self.rank][: len(own)].copy_(own)
-        for distance in range(1, self.size):
-            target = (self.rank + distance) % self.size
-            if sent[target].numel():
-                work = self.with_peer_context(target, self._group.send, [sent[target]], target, self._tag)
-                works.append((target, work))
-        return Messages(works, self, self.timeout)
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        targets = [target for target in others if sent[target].numel()]
+        sends = [partial(self.with_peer_context, to, self._group.send, [sent[to]], to, self._tag) for to in targets]
+        queue = self.sends
+        started = queue.send(sends) if queue is not None and queue.ordered else [send() for send in sends]
+        return Messages([*works, *zip(targets, started, strict=True)], self, self.timeout)
 
     def with_peer_context(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that concerns a peer, and name its rank in errors, as Gloo names only its address."""

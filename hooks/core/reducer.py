@@ -183,7 +183,8 @@ class Reducer:
     def _start(self, step: Step, bucket: Bucket, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
         if isinstance(future, ClipFuture):
             future.held = False
-        self.session.pipeline.start(self._reduce(step, bucket, buffer), buffer, self._clock(bucket), future)
+        stages = self._reduce(step, bucket, buffer)
+        self.session.pipeline.start(stages, buffer, self._clock(bucket), future, priority=bucket.index)
 
     def end(self, step: Step) -> None:
         """End a step whose buckets have all been given to `reduce`."""

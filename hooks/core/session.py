@@ -17,6 +17,8 @@ from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..comm.ports import Work
 from ..comm.rendezvous import HANDSHAKE_TIMEOUT, meeting_timeout
+from ..comm.send_queue import SendQueue
+from ..comm.threads import start_thread
 from ..comm.topology import make_topology
 from ..network import probe
 from ..training.grad_scaler import Scaling, check_equal
@@ -113,6 +115,8 @@ class Session:
         group = self.control if blocking and given is None else Group(process_group)
         group.shared = any(shared for _, shared in sides)
         self.group = group.channel("state")
+        #: Where first messages of buckets wait for the link, once messages are ordered.
+        self.sends = self.group.sends = SendQueue()
         _users_of(given).add(self)
         nodes = make_topology(topology, ranks, self.group, process_group, blocking)
         for part in (nodes.inside, nodes.between):
@@ -133,7 +137,7 @@ class Session:
         for used in {self.group.traffic: self.group, self.control.traffic: self.control}.values():
             used.hold_unfinished(self)
         self._announcement = Announcement(self.control.channel("steps"), WORDS)
-        self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
+        self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking, sends=self.sends)
 
     @property
     def announced(self) -> Work:
@@ -185,6 +189,13 @@ class Session:
             self._history = {**self._history, LOADED: f"{self._loads}, the last one of seed {self._seed}"}
             self._seed = None
         return self._history
+
+    def order_messages(self) -> None:
+        """From now on buckets' first messages leave by priority, that of the highest index first, and no step takes the
+        dense path. All ranks must, after the same step."""
+        if not self.sends.ordered:
+            self.sends.ordered, self.dense_group = True, None
+            start_thread(f"{self.pipeline.name}-sends", self.sends.run, self.sends, owner=self)
 
     def begin(self) -> None:
         """Begin a step: receives posted during it are announced at its end."""

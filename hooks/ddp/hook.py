@@ -143,6 +143,8 @@ class CompressState(State):
             # An outer pass has raised unnoticed, after one inside it had ended: its means are overwritten by now.
             self._step, self._open = self._open.number + 1, None
         first = self._open is None
+        if first and self.overlap is not None:
+            self.overlap.begin(self._ddp())
         step = self._open or self._begin(reducer)
         step.names |= bucket.names
         if first:
@@ -154,6 +156,8 @@ class CompressState(State):
                 step, bucket, self._saves, scaling, step.own and self._waits_at_end() and undisturbed()
             )
         future = reducer.reduce(step, bucket, buffer)
+        if self.overlap is not None:
+            future = self.overlap.take(step, bucket, buffer, future)
         if grad_bucket.is_last():
             self._buckets = {index: b for index, b in self._buckets.items() if index <= bucket.index}
             self._close(step, reducer)
@@ -241,7 +245,8 @@ class CompressState(State):
         """True if nobody waits for a future before the end of the backward pass. DDP does in a static graph's first
         pass, and where the user finalizes."""
         model = self._ddp()
-        return not (_futures_observed(model) or getattr(model, "static_graph", False) or finalized_by_hand(model))
+        waited_for = getattr(model, "static_graph", False) or finalized_by_hand(model) or _futures_observed(model)
+        return self.overlap is None and not waited_for
 
     def _drop_dense(self) -> None:
         """Leave the dense path: the backward pass has raised."""
@@ -304,6 +309,9 @@ class CompressState(State):
         if reducer is None:
             return
         pipeline = reducer.session.pipeline
+        if self.overlap is not None and not pipeline.failed:
+            at_end(self.overlap.backward_ended)
+            return
         try:
             interruption = waited(pipeline.wait, lambda _: pipeline.failed)
         except Exception:
@@ -326,8 +334,20 @@ class CompressState(State):
             self._open, self._dense_path, self._step = None, None, step.number + 1
             if self._reducer is not None:
                 self._reducer.session.raised(step.number, step.names)
+        if self.overlap is not None:
+            self.overlap.drop()
         if self._reducer is not None:
             self._discarded.discard(step, self._reducer.session.pipeline)
+
+    def give_up(self, step: Step, names: set[str]) -> None:
+        """The pipeline has failed: raise its error, after the step's means of these parameters, which nobody has used,
+        have returned to the residuals."""
+        self._idle()
+        if not step.settled:
+            step.settled = True
+            self._discarded.keep(step, names)
+        if self._reducer is not None:
+            self._reducer.session.pipeline.wait()
 
     def _bucket_of(self, grad_bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer) -> Bucket | SparseGradient:
         index, parameters = grad_bucket.index(), grad_bucket.parameters()

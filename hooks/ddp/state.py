@@ -26,6 +26,7 @@ from ..core.session import Session
 from ..core.sparse_gradient import SparseGradient, sparse_names
 from ..core.statistics import Statistics
 from ..core.step import Step
+from ..timeouts import HANDSHAKE_TIMEOUT
 from ..training.grad_scaler import LossScale, ScalerSync
 from ..training.optimizer_checks import expect_optimizer
 from ..training.weak_method import weakly
@@ -36,7 +37,7 @@ from .registration import check_free, expect_hook, expect_hook_of_copy
 from .untrained import Untrained
 
 #: Attributes that belong to a process, and that copies of a state do not get.
-OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained", "_discarded")
+OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained", "_discarded", "overlap")
 
 
 class State:
@@ -54,6 +55,8 @@ class State:
     _dense_path: DensePath | None  # reduces steps without the pipeline
     _untrained: Untrained | None  # as of the last check
     _closed = False
+    overlap: Any = None  # an `OverlapForward` that is not closed: it waits for means later than DDP
+    _ordered = False  # as `Session.order_messages` has it
 
     def __init__(
         self,
@@ -362,7 +365,32 @@ class State:
         numel = sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse)
         reducer = self._reducer = Reducer(session, *parts, options.seed, clean=self._step == 0, numel=numel)
         reducer.controller.follow(options.choice(self._step))
+        if self._ordered:
+            session.order_messages()
         return reducer
+
+    def prepare_overlap(self, problem: str | None) -> dict[str, nn.Parameter]:
+        """Begin to order messages, for `overlap_forward`; returns the parameters that DDP reduces, by name. A
+        collective, in which the other ranks hear of this one's problem, if any.
+
+        Raises:
+            ValueError: a problem, on every rank alike.
+            RuntimeError: a rank did not come.
+        """
+        self._idle()
+        session = (self._reducer or self._connect(None)).session
+        if self._device.type != "cpu":
+            problem = f"gradients are on {self._device}, where messages keep the order of backward: train without it"
+        elif self._sparse or self._scaler_sync.skips:
+            what = "a GradScaler decides" if self._scaler_sync.skips else f"{min(self._sparse)!r} is sparse, and merged"
+            problem = f"{what} when all gradients are in: leave it out, or overlap_forward"
+        if problem is not None:
+            session.refuse(f"overlap_forward: {problem}", HANDSHAKE_TIMEOUT)
+            raise ValueError(f"overlap_forward: {problem}")
+        session.agree("overlap_forward()", self._step)
+        session.order_messages()
+        self._ordered = True
+        return self._parameters
 
     def _refuse(self, problem: str) -> None:
         """Report a problem to all ranks, and raise it; do nothing once the state is closed."""

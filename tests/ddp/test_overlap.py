@@ -1,0 +1,434 @@
+"""Forward passes that begin while means are on their way train the same model, in every bit."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gradwire import (
+    QSGD,
+    ChunkedTopK,
+    Codec,
+    CompressState,
+    Identity,
+    Momentum,
+    OneBit,
+    Outliers,
+    PowerSGD,
+    TernGrad,
+    TopK,
+    Tracking,
+    overlap_forward,
+)
+from gradwire.hooks.training.awaited_gradient import AwaitedGradient
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from ranks import Pool, on_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import batch, convnet, perceptron, wrap
+
+Ranks = Callable[[int], Pool]
+
+
+class Tangled(nn.Module):
+    """Modules that read what others own: the weights of layers that are called later, or never, or only in another
+    mode; an average that is updated within the forward pass; and a parameter that nothing reads by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(16, 16)
+        self.attention = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.by_hand = nn.Linear(16, 16)
+        self.recurrent = nn.GRU(16, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.last = nn.utils.parametrizations.weight_norm(nn.Linear(16, 4))
+        self.average: Tensor
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(sum(p.sum() for p in self.parameters()), alpha=1e-3)
+        h = F.linear(self.first(x), self.tied.weight)
+        h = self.attention(h.view(-1, 2, 16)).reshape(-1, 16)
+        h = F.linear(self.tied(h), self.by_hand.weight, self.by_hand.bias)
+        h, _ = self.recurrent(h)
+        return self.last(h * self.scale) + self.average.detach()
+
+
+def tangled_batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def data_of(rank: int, step: int, model: nn.Module) -> Tensor:
+    return tangled_batch(rank, step) if isinstance(model, Tangled) else batch(rank, step, model)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"tangled": Tangled, "perceptron": perceptron, "convnet": convnet}
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "looped": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01, t0=2),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "groups": lambda p: torch.optim.Adam(({"params": p[::2], "lr": 0.02}, {"params": p[1::2], "betas": (0.5, 0.9)})),
+}
+CODECS: tuple[tuple[Codec, dict[str, Any]], ...] = (
+    (QSGD(bits=4), {"exchange": "gather"}),
+    (QSGD(bits=8), {"exchange": "two_pass"}),
+    (TernGrad(), {"exchange": "two_pass", "error_feedback": True}),
+    (OneBit(), {"exchange": "two_pass", "error_feedback": Momentum(clip=0.5)}),
+    (Outliers(OneBit()), {"exchange": "gather", "exclude": ["*.bias"]}),
+    (TopK(density=0.1), {"exchange": "split"}),
+    (TopK(density=0.1), {"exchange": "union", "error_feedback": Tracking()}),
+    (TopK(density=0.1), {"exchange": "mask"}),
+    (ChunkedTopK(k=16, chunk=256), {"exchange": "gather", "warmup_steps": 2}),
+    (PowerSGD(rank=1), {"exchange": "factors"}),
+    (Identity(), {"exchange": "dense"}),
+    (Identity(), {"exchange": "blocks"}),
+    (QSGD(bits=4), {"exchange": "gather", "entropy_coding": True}),
+    (QSGD(bits=4), {"exchange": "hierarchical", "topology": 2}),
+    (TopK(density=0.1), {"exchange": "auto", "fallback": "auto"}),
+)
+EVENTS = ("validate", "inference", "save", "accumulate", "skip", "twice", "raise", "part", "late", "close", "autocast")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training to draw: its model, codec and optimizer, and what happens before each of its steps, to one rank or to
+    all."""
+
+    model: str
+    codec: int
+    optimizer: str
+    bucket_mb: float
+    views: bool
+    two: bool
+    events: tuple[tuple[str, int], ...]
+
+
+def sound(plan: Plan) -> Plan:
+    """Strategies that hand out a momentum refuse another."""
+    kept = CODECS[plan.codec][1].get("error_feedback")
+    return replace(plan, optimizer="sgd") if isinstance(kept, Momentum | Tracking) else plan
+
+
+def plans() -> st.SearchStrategy[Plan]:
+    event = st.tuples(st.sampled_from(("", *EVENTS)), st.integers(0, 3))
+    return st.builds(
+        Plan,
+        st.sampled_from(sorted(MODELS)), st.integers(0, len(CODECS) - 1), st.sampled_from(sorted(OPTIMIZERS)),
+        st.sampled_from((0.001, 0.01, 1.0)), st.booleans(), st.booleans(),
+        st.lists(event, min_size=3, max_size=8).map(tuple),
+    ).map(sound)  # fmt: skip
+
+
+def digest(*found: Any) -> str:
+    """Of tensors and numbers, in lists and dictionaries of any depth."""
+    made = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            made.update(value.detach().double().contiguous().numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                made.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                add(item)
+        else:
+            made.update(repr(value).encode())
+
+    add(found)
+    return made.hexdigest()[:16]
+
+
+def train(rank: int, plan: Plan, overlaps: bool) -> list[str]:
+    """What a training leaves: digests of parameters, the optimizers' states and residuals, and of what validation and
+    checkpoints saw on the way."""
+    torch.manual_seed(3)
+    model = MODELS[plan.model]()
+    codec, options = CODECS[plan.codec]
+    ddp, state = wrap(
+        model, copy.deepcopy(codec), ddp={"bucket_cap_mb": plan.bucket_mb, "gradient_as_bucket_view": plan.views},
+        **options,
+    )  # fmt: skip
+    parameters = list(model.parameters())
+    make = OPTIMIZERS[plan.optimizer]
+    optimizers = [make(parameters[:3]), make(parameters[3:])] if plan.two else [make(parameters)]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    overlap = overlap_forward(ddp, optimizers) if overlaps else None
+    seen = []
+    for step, (event, who) in enumerate((*plan.events, ("", 0))):
+        data = data_of(rank, step, model)
+        if event in ("validate", "inference"):
+            model.eval()
+            with torch.inference_mode() if event == "inference" else torch.no_grad():
+                seen.append(digest(ddp(data)))
+            model.train()
+        elif event == "save":
+            seen.append(digest(ddp.state_dict(), [optimizer.state_dict() for optimizer in optimizers]))
+        elif event == "accumulate":
+            with ddp.no_sync():
+                ddp(data).square().mean().backward()
+        elif event == "raise":
+            handle = parameters[who].register_hook(lambda _: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                ddp(data).square().mean().backward()
+            handle.remove()
+            ddp.reducer._reset_state()  # which DDP leaves to us
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        elif event == "late" and who == rank:
+            time.sleep(0.02)
+        elif event == "close" and overlap is not None:
+            overlap.close()
+            overlap = overlap_forward(ddp, optimizers)
+        with torch.autocast("cpu", enabled=event == "autocast"):
+            loss = ddp(data).square().mean()
+        loss.backward()
+        for number, (optimizer, schedule) in enumerate(zip(optimizers, schedules, strict=True)):
+            for _ in range(0 if event == "skip" or (event == "part" and number) else 2 if event == "twice" else 1):
+                optimizer.step()
+                schedule.step()
+            optimizer.zero_grad()
+    if overlap is not None:
+        with overlap:
+            pass
+    moments = [[optimizer.state[p] for p in parameters if p in optimizer.state] for optimizer in optimizers]
+    seen += [digest(parameters), digest(moments), digest(list(model.buffers())), digest(state.state_dict())]
+    state.close()
+    return seen
+
+
+def both(rank: int, plan: Plan) -> tuple[list[str], list[str]]:
+    return train(rank, plan, True), train(rank, plan, False)
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
+@given(plan=plans(), world=st.sampled_from([2, 2, 4]))
+def test_the_model_is_that_of_ordinary_training(ranks: Ranks, plan: Plan, world: int) -> None:
+    for overlapped, ordinary in ranks(world).run(both, plan):
+        assert overlapped == ordinary
+
+
+def overlapped(model: nn.Module, optimizer: Any = None, **options: Any) -> tuple[Any, CompressState, Any, Any]:
+    ddp, state = wrap(model, QSGD(bits=8), exchange="gather", **options)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return ddp, state, optimizer, overlap_forward(ddp, optimizer)
+
+
+class Watched(nn.Linear):
+    """Notes what another layer's weights are when it is called."""
+
+    other: Any  # NumPy's, which nobody sees it read
+    seen: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.other.sum()
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_each_layer_is_stepped_when_it_is_called(rank: int) -> None:
+    torch.manual_seed(0)
+    last = nn.Linear(64, 64)
+    first = Watched(64, 64)
+    first.other = last.weight.detach().numpy()
+    ddp, state, optimizer, overlap = overlapped(nn.Sequential(first, nn.ReLU(), last), ddp={"bucket_cap_mb": 0.001})
+    for step in range(4):  # DDP's buckets are final from the second on, and the first records what layers read
+        before = [first.weight.detach().clone(), first.other.sum()]
+        ddp(torch.randn(4, 64)).square().mean().backward()
+        assert isinstance(first.weight.grad, AwaitedGradient)
+        optimizer.step()
+        assert isinstance(first.weight.grad, AwaitedGradient)
+        optimizer.zero_grad()
+        if step > 1:
+            assert torch.equal(first.weight, before[0])
+            ddp(torch.randn(4, 64))
+            assert first.seen == before[1]
+        overlap.finish()
+        assert not torch.equal(first.weight, before[0])
+        assert first.other.sum() != before[1]
+    state.close()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps where its settings are."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+@on_ranks(2)
+def test_what_needs_all_gradients_says_so(rank: int) -> list[str]:
+    model = perceptron()
+    ddp, state, optimizer, overlap = overlapped(model)
+    scaler = torch.amp.GradScaler("cpu")
+    gradient = next(model.parameters())
+    uses: list[Callable[[], Any]] = [
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda: scaler.step(optimizer),
+        lambda: optimizer.zero_grad(set_to_none=False),
+        lambda: torch.linalg.vector_norm(gradient.grad),
+        lambda: ddp(batch(rank, 0, model)).square().mean().backward(),
+    ]
+    found = []
+    scaler.scale(torch.ones(()))
+    for use in uses:
+        optimizer.zero_grad()
+        ddp(batch(rank, 0, model)).square().mean().backward()
+        with pytest.raises(RuntimeError, match="still on its way") as error:
+            use()
+        found.append(str(error.value))
+        ddp.reducer._reset_state()
+    with pytest.raises(ValueError, match="without closure"):
+        optimizer.step(lambda: 0.0)
+    overlap.close()
+    optimizer.zero_grad()
+    ddp(batch(rank, 0, model)).square().mean().backward()
+    assert float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) > 0
+    state.close()
+    return found
+
+
+@on_ranks(2)
+def test_an_optimizer_that_counts_in_its_groups(rank: int) -> None:
+    model = perceptron()
+    ddp, state, optimizer, overlap = overlapped(model, Counting(model.parameters(), lr=0.1))
+    ddp(batch(rank, 0, model)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="Counting changes its param_groups"):
+        overlap.finish()
+    state.close()
+
+
+PROBLEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "unused": ("find_unused_parameters=True", {"ddp": {"find_unused_parameters": True}}),
+    "static": ("static_graph=True", {"ddp": {"static_graph": True}}),
+    "scaler": ("a GradScaler decides", {"grad_scaler": True}),
+    "optimizers": ("is in none of the optimizers", {}),
+    "none": ("there is no optimizer", {}),
+    "wrapper": ("expected torch.optim.Optimizer", {}),
+    "compiled": ("a compiled or wrapped model", {}),
+    "twice": ("it is on already", {}),
+    "sparse": ("is sparse", {}),
+}
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["everywhere", "on one rank"])
+@pytest.mark.parametrize("problem", sorted(PROBLEMS))
+@on_ranks(2)
+def test_a_problem_is_said_on_every_rank(rank: int, problem: str, everywhere: bool) -> str:
+    said, options = PROBLEMS[problem]
+    if not everywhere and problem not in ("optimizers", "none", "wrapper", "compiled"):
+        return ""  # the ranks' models, or states, must be alike anyway
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)) if problem == "sparse" else perceptron()
+    options = {**options, "grad_scaler": torch.amp.GradScaler("cpu")} if problem == "scaler" else options
+    ddp, state = wrap(model, QSGD(), exchange="gather", **options)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    given, whole = optimizer, ddp
+    if everywhere or rank == 1:
+        given = {"none": [], "wrapper": [object()], "optimizers": torch.optim.SGD([*model.parameters()][1:])}.get(
+            problem, optimizer
+        )
+        whole = torch.compile(ddp, backend="eager") if problem == "compiled" else ddp
+    if problem == "twice":
+        overlap_forward(ddp, optimizer)
+    with pytest.raises(ValueError, match=said) as error:
+        overlap_forward(whole, given)
+    state.close()
+    return str(error.value)
+
+
+@on_ranks(2)
+def test_a_model_without_the_hook_is_refused(rank: int) -> None:
+    model = perceptron()
+    with pytest.raises(ValueError, match="no hook of gradwire's"):
+        overlap_forward(DistributedDataParallel(model), torch.optim.SGD(model.parameters()))
+    with pytest.raises(TypeError, match="expected DistributedDataParallel"):
+        overlap_forward(model, torch.optim.SGD(model.parameters()))
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_call(rank: int) -> None:
+    model = perceptron()
+    ddp, state = wrap(model, QSGD(), exchange="gather")
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"overlap_forward\(\)"):
+            overlap_forward(ddp, torch.optim.SGD(model.parameters()))
+    else:
+        with pytest.raises(ValueError, match=r"overlap_forward\(\)"):
+            state.consolidated_state_dict()
+    state.close()
+
+
+@on_ranks(2)
+def test_copies_train_by_themselves(rank: int) -> None:
+    model = perceptron()
+    ddp, state, optimizer, overlap = overlapped(model)
+    ddp(batch(rank, 0, model)).square().mean().backward()
+    optimizer.step()
+    overlap.finish()
+    optimizer.zero_grad()
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.optim.swa_utils.AveragedModel(model).module]
+    for twin in twins:
+        mine = torch.optim.SGD(twin.parameters(), lr=0.1)
+        before = twin.state_dict()[next(iter(twin.state_dict()))].clone()
+        twin(batch(rank, 1, model)).square().mean().backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        mine.step()
+        assert not torch.equal(twin.state_dict()[next(iter(twin.state_dict()))], before)
+    state.close()
+
+
+@on_ranks(2)
+def test_join_is_refused(rank: int) -> None:
+    model = perceptron()
+    ddp, state, _, _ = overlapped(model)
+    with pytest.raises(RuntimeError, match=r"neither DDP\.join"), ddp.join():
+        ddp(batch(rank, 0, model)).square().mean().backward()
+    state.close()
+
+
+@on_ranks(2)
+def test_a_failed_exchange_raises_in_forward(rank: int) -> str:
+    """Every rank fails in its third step, in the bucket whose mean arrives second."""
+    model = perceptron()
+    ddp, state, optimizer, _ = overlapped(model)
+    left: list[None] = [None]
+    for step in range(3):
+        loss = ddp(batch(rank, step, model)).square().mean()
+        if step == 2:
+            reducer = state._reducer
+            assert reducer is not None
+            reducer._count = lambda bucket: left.pop()  # type: ignore[method-assign]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"pop from empty list \[step 2") as error:
+        ddp(batch(rank, 3, model))
+    with pytest.raises(RuntimeError, match="stopped after an earlier error"):
+        ddp(batch(rank, 3, model)).square().mean().backward()
+    assert state.state_dict()["step"] == 4
+    return str(error.value)
