@@ -17,7 +17,7 @@ from ..comm.untraced import untraced
 from ..core.bucket import Bucket
 from ..core.step import Step
 from ..training.awaited_gradient import AwaitedGradient
-from ..training.parameter_reads import ParameterReads, mode_of
+from ..training.parameter_reads import Reads, ReadsRecorder, trains
 from .ddp_options import finalized_by_hand, frees_buckets, join_mode
 from .hook import CompressState, compress_hook
 from .model_lookup import ddp_of, parameters_of
@@ -48,7 +48,7 @@ def overlap_forward(
     every bit. With `DistributedDataParallel(bucket_cap_mb=1)` little waits for what it does not need.
 
     Modules wait for parameters by hooks; which ones they read is recorded in the first forward pass, and a pass in
-    another mode, as for validation, waits for all at its begin. So do `state_dict()` and `load_state_dict()` of the
+    evaluation mode or without gradients waits for all at its begin. So do `state_dict()` and `load_state_dict()` of the
     model and of the optimizer. What else reads parameters, as averages of weights do, needs `finish()` before it.
 
     Args:
@@ -103,6 +103,8 @@ def _problem(
     for optimizer in optimizers:
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             return f"the optimizer is a {type(optimizer).__name__}, expected torch.optim.Optimizer: pass the one inside"
+        if getattr(optimizer, "process_group", None) is not None:
+            return f"{type(optimizer).__name__} has messages of its own in each step: take an optimizer without"
         stepped.update(parameter for group in optimizer.param_groups for parameter in group["params"])
     for name, parameter in parameters_of(ddp).items():
         if parameter not in stepped:
@@ -130,8 +132,10 @@ class OverlapForward:
         self._in_flight = False
         #: Parameters whose gradients an optimizer's step must not see.
         self._hidden: list[Tensor] = []
-        self._recording: ParameterReads | None = None
-        self._reads: ParameterReads | None = None
+        #: Steps that optimizers take now: a class may call its base's.
+        self._depth = 0
+        self._recorder: ReadsRecorder | None = None
+        self._reads: Reads | None = None
         self._handles: list[Any] = [
             root.register_forward_hook(self._after),
             root.register_forward_hook(self._after_error, always_call=True),
@@ -194,9 +198,10 @@ class OverlapForward:
 
     def drop(self) -> None:
         """Forget means that no optimizer's step has asked for."""
-        self._in_flight = False
+        self._in_flight, self._depth = False, 0
         self._due.clear()
         self._late_of.clear()
+        self._hidden.clear()
 
     def take(
         self, step: Step, bucket: Bucket, buffer: Tensor, future: torch.futures.Future[Tensor]
@@ -220,6 +225,7 @@ class OverlapForward:
         """Before a step of an optimizer, which then finds none of these gradients."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError("step(closure) needs the gradients at once: call backward before step(), without closure")
+        self._depth += 1
         updates: dict[_Late, list[Update]] = defaultdict(list)
         for group in optimizer.param_groups:
             mine: dict[_Late, list[Tensor]] = defaultdict(list)
@@ -239,9 +245,14 @@ class OverlapForward:
     @untraced
     def _stepped(self, *_: Any) -> None:
         """After a step: gradients stay until `zero_grad()`."""
+        self._depth -= 1
+        if self._depth:
+            return
         for parameter in self._hidden:
             parameter.grad = self._stand_ins[parameter]
         self._hidden.clear()
+        if not self._in_flight:
+            self.finish()
 
     def _take_steps(self, late: _Late) -> None:
         """Wait for this mean, and take the steps that wait for it."""
@@ -251,8 +262,12 @@ class OverlapForward:
             for parameter, slot in zip(late.bucket.parameters, late.bucket.slots, strict=True)
         }
         del self._due[late]
-        while late.steps:
-            step_part(*late.steps.pop(0), means)
+        self._depth += 1
+        try:
+            while late.steps:
+                step_part(*late.steps.pop(0), means)
+        finally:
+            self._depth -= 1
 
     def _settle(self) -> None:
         """`finish`, and wait for means that no optimizer has asked for."""
@@ -274,34 +289,35 @@ class OverlapForward:
     # -- the modules -------------------------------------------------------------------------------------------------
 
     def _before_root(self, root: nn.Module, _: Any) -> None:
-        if self._reads is None:
+        if self._reads is None and trains(root):
             self.finish()
-            self._recording = ParameterReads(root, self._stand_ins)
-            self._recording.begin()
+            self._recorder = ReadsRecorder(root, self._stand_ins)
+            self._recorder.begin()
         self._before(root, _)
 
     def _before(self, module: nn.Module, _: Any) -> None:
         """Before a module's forward pass."""
         if not self._due:
             return
-        if self._reads is None or self._reads.modes.get(module) != mode_of(module):
+        reads = None if self._reads is None else self._reads.of(module)
+        if reads is None:
             self.finish()
             return
-        for parameter in self._reads.of[module]:
+        for parameter in reads:
             if (late := self._late_of.get(parameter)) in self._due:
                 self._take_steps(late)
 
     def _after(self, *_: Any) -> None:
         """After the root's forward pass."""
-        if self._recording is not None:
-            self._recording.end()
-            self._reads, self._recording = self._recording, None
+        if self._recorder is not None:
+            self._reads, self._recorder = self._recorder.end(), None
         self._settle()
 
     def _after_error(self, *_: Any) -> None:
-        if self._recording is not None:
-            self._recording.end()
-            self._recording = None
+        """After the root's forward pass has raised."""
+        if self._recorder is not None:
+            self._recorder.end()
+            self._recorder = None
 
     def _before_access(self, *_: Any) -> None:
         self.finish()

@@ -14,7 +14,17 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, CompressState, LocalUpdates, OneBit, TopK, compress_fsdp, compress_hook, sparse_all_reduce
+from gradwire import (
+    QSGD,
+    CompressState,
+    LocalUpdates,
+    OneBit,
+    TopK,
+    compress_fsdp,
+    compress_hook,
+    overlap_forward,
+    sparse_all_reduce,
+)
 from gradwire.optim import DistributedLion, OneBitAdam
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -104,6 +114,13 @@ def _ddp(net: Net, training: Training) -> Made:
     return model, torch.optim.SGD(net.parameters(), lr=0.01).step, state.close
 
 
+def _overlap(net: Net, training: Training) -> Made:
+    model, step, close = _ddp(net, training)
+    optimizer: Any = step.__self__  # type: ignore[attr-defined]
+    overlap = overlap_forward(model, optimizer)
+    return model, optimizer.step, overlap.close if training.layer % 2 else close
+
+
 def _fsdp(net: Net, training: Training) -> Made:
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     for layer in net.layers:
@@ -173,7 +190,7 @@ def _sparse(net: Net, training: Training) -> Made:
 
 
 FRONTS = {
-    "ddp": _ddp, "fsdp": _fsdp, "scatter": _scatter, "local": _local, "adam": _adam, "lion": _lion,
+    "ddp": _ddp, "overlap": _overlap, "fsdp": _fsdp, "scatter": _scatter, "local": _local, "adam": _adam, "lion": _lion,
     "horovod": _horovod, "sparse": _sparse,
 }  # fmt: skip
 
