@@ -102,14 +102,21 @@ class PointToPoint:
                 works.append((source, work))
         return works
 
-    def send(self, received: Sequence[Tensor], sent: Sequence[Tensor], works: list[tuple[int, dist.Work]]) -> Messages:
+    def send(
+        self,
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        works: list[tuple[int, dist.Work]],
+        waits: bool = False,
+    ) -> Messages:
+        """Start to send, after `receive` has returned `works`; `waits`: messages may wait for more urgent ones."""
         own = sent[self.rank]
         received[self.rank][: len(own)].copy_(own)
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         targets = [target for target in others if sent[target].numel()]
         sends = [partial(self.with_peer_context, to, self._group.send, [sent[to]], to, self._tag) for to in targets]
-        queue = self.sends
-        started = queue.send(sends) if queue is not None and queue.ordered else [send() for send in sends]
+        queue = self.sends if waits else None
+        started = [send() for send in sends] if queue is None or not queue.ordered else queue.send(sends)
         return Messages([*works, *zip(targets, started, strict=True)], self, self.timeout)
 
     def with_peer_context(self, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -241,10 +248,11 @@ class PersistentMessage(_Uncoded):
         if not self._group.is_channel:
             return self._group.pairwise(self._received, self._sent)
         with self._group.traffic.lock:
-            if not self._posted:
+            ahead = bool(self._posted)  # so have the others, also where they never come to this message
+            if not ahead:
                 self._post()
             place, works = self._posted.popleft()
-        return _Arriving(self, place, self._group.send(self._own_place(place), self._sent, works))
+        return _Arriving(self, place, self._group.send(self._own_place(place), self._sent, works, waits=ahead))
 
     def _own_place(self, place: Sequence[Tensor]) -> Sequence[Tensor]:
         """Memory for this rank's message to itself, if the others' arrive at `place`."""

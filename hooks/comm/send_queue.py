@@ -21,8 +21,8 @@ class SendQueue:
     has been given to Gloo is sent in that order, so everything else waits here. It gives the next one to Gloo when the
     kernel has taken the last. Outside of turns nothing waits.
 
-    Only first messages of a bucket may have a turn. Their receivers do not need other messages of the step to receive
-    them, so the first in the queue, however long it takes, cannot wait for one behind it.
+    Only first messages of a bucket may have a turn, and only those whose receives are posted ahead. Their receivers do
+    not need other messages of the step to receive them, so the first in the queue cannot wait for one behind it.
 
     Attributes:
         ordered: if False, nobody asks for a turn.

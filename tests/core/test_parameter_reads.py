@@ -71,7 +71,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda x, weight: x + weight[0],
     "in place": lambda x, weight: x.clone().add_(weight.sum()),
     "no_grad": penalised,
-    "function": Product.apply,  # type: ignore[dict-item]
+    "function": Product.apply,
     "checkpoint": lambda x, weight: checkpoint(F.linear, x, weight, use_reentrant=False),
     "numpy": lambda x, weight: x * float(weight.detach().numpy().sum()),
     "einsum": lambda x, weight: torch.einsum("ij,jk->ik", x, weight),

@@ -29,7 +29,7 @@ from gradwire import (
     overlap_forward,
 )
 from gradwire.hooks.training.awaited_gradient import AwaitedGradient
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
@@ -259,6 +259,8 @@ def both(rank: int, plan: Plan) -> tuple[list[str], list[str]]:
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 @given(plan=plans(), world=st.sampled_from([2, 2, 4]))
+@example(plan=Plan("perceptron", 0, "looped", 0.01, False, False, (("", 0),) * 3), world=2)
+@example(plan=Plan("perceptron", 0, "derived", 0.01, False, False, (("twice", 0),) * 3), world=2)
 def test_the_model_is_that_of_ordinary_training(ranks: Ranks, plan: Plan, world: int) -> None:
     for overlapped, ordinary in ranks(world).run(both, plan):
         assert overlapped == ordinary
@@ -467,3 +469,35 @@ def test_a_failed_exchange_raises_in_forward(rank: int) -> str:
         ddp(batch(rank, 3, model)).square().mean().backward()
     assert state.state_dict()["step"] == 4
     return str(error.value)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
+@on_ranks(2)
+def test_first_messages_wait_in_the_order_of_layers(rank: int, exchange: str) -> int:
+    """Once their receives are posted ahead; others leave at once."""
+    model = perceptron()
+    ddp, state = wrap(model, QSGD(bits=8), exchange=exchange, ddp={"bucket_cap_mb": 0.001})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    overlap = overlap_forward(ddp, optimizer)
+    found: list[int] = []
+    assert state._reducer is not None
+    queue = state._reducer.session.sends
+    inner = queue.send
+
+    def send(sends: Any) -> Any:
+        if queue._turn.priority is not None:
+            found.append(queue._turn.priority)
+        return inner(sends)
+
+    queue.send = send  # type: ignore[method-assign]
+    for step in range(6):
+        found.clear()
+        ddp(batch(rank, step, model)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        overlap.finish()
+    assert found == list(range(len(found)))  # as backward makes them
+    assert len(found) == 3
+    assert state._reducer.session.pipeline._scheduler.waiting[1]  # threads for messages that may overtake others
+    state.close()
+    return len(found)
