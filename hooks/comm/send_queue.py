@@ -52,7 +52,7 @@ class SendQueue:
     def send(self, sends: Sequence[Send]) -> list[Any]:
         """Start messages that leave together: works to wait for, by one thread each."""
         turn = self._turn
-        if turn.priority is None:
+        if turn.priority is None or not sends:  # none at all would end `run`
             return [send() for send in sends]
         turn.used = True
         sent = [(send, Sent()) for send in sends]

@@ -95,6 +95,20 @@ def test_outside_of_a_turn_nothing_waits() -> None:
     assert started == ["now", "other thread"]
 
 
+def test_a_message_for_nobody_does_not_end_the_queue() -> None:
+    queue, started = SendQueue(), list[Any]()
+    message = Message("for somebody", started)
+    message.free.set()
+    with queue.turn(1):
+        assert queue.send([]) == []
+        (work,) = queue.send([message.start])
+    thread = running(queue)
+    work.wait()
+    queue.put(None)
+    thread.join(10)
+    assert started == ["for somebody"]
+
+
 @pytest.mark.parametrize("when", ["start", "wait"])
 def test_a_message_that_fails_tells_who_waits_for_it(when: str) -> None:
     queue, started = SendQueue(), list[Any]()
