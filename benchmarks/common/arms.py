@@ -266,7 +266,6 @@ ARMS = {
         Arm("dense", codec=OneBit(), exchange="dense"),
         Arm("blocks", "#1F6F54", codec=Identity(), exchange="blocks"),
         Arm("bf16", "#AA7744", codec=Cast(torch.bfloat16)),
-        Arm("bf16-overlap", codec=Cast(torch.bfloat16), overlaps=True),
         Arm("powersgd", "#56B4E9", "PyTorch's PowerSGD hook", rank=2),
         Arm("qsgd", "#0072B2", codec=QSGD()),
         Arm("qsgd-overlap", codec=QSGD(), overlaps=True),

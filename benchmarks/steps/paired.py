@@ -33,7 +33,7 @@ from ..advisor.priority import MODELS
 from ..common import report
 from ..common.arguments import add_arms, add_layers, add_output, add_turns
 from ..common.arms import ARMS, TRAINED, Arm, Installed
-from ..common.models import Classifier, Experts, Tables, perceptron
+from ..common.models import Built, Classifier, Experts, Tables, perceptron
 from ..learning import tasks, train
 from ..links import flags
 from ..links.driver import average, document, measured
@@ -119,18 +119,30 @@ def turn(step: Callable[[], None], steps: int) -> tuple[float, float]:
     return (time.perf_counter() - wall) / steps, spent / steps
 
 
-def linear(arm: Arm, width: int, layers: int, batch: int, bucket_mb: float | None) -> Trainee:
-    """Steps of `perceptron` under plain SGD."""
-    model, x, y = perceptron(width, layers, batch)
+def on_one_batch(arm: Arm, built: Built, bucket_mb: float | None, lr: float, momentum: float = 0.0) -> Trainee:
+    """Steps under SGD, always with the same batch."""
+    model, loss = built
     installed = arm.install(model, bucket_mb)
-    optimizer = installed.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    optimizer = installed.optimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum))
 
     def step() -> None:
         optimizer.zero_grad()
-        F.mse_loss(installed.model(x), y).backward()
+        loss(installed.model).backward()
         optimizer.step()
 
     return Trainee(installed, step)
+
+
+def linear(arm: Arm, width: int, layers: int, batch: int, bucket_mb: float | None) -> Trainee:
+    """Steps of `perceptron`."""
+    model, x, y = perceptron(width, layers, batch)
+    return on_one_batch(arm, (model, lambda model: F.mse_loss(model(x), y)), bucket_mb, lr=1e-3)
+
+
+def traced(arm: Arm, kind: str, bucket_mb: float | None) -> Trainee:
+    """Steps of one of `TRACED`."""
+    torch.manual_seed(0)
+    return on_one_batch(arm, MODELS[TRACED[kind]](), bucket_mb, lr=1e-4, momentum=0.9)
 
 
 def drawn_batches(arm: Arm, kind: str, batch: int, bucket_mb: float | None) -> Trainee:
@@ -152,21 +164,6 @@ def drawn_batches(arm: Arm, kind: str, batch: int, bucket_mb: float | None) -> T
             F.cross_entropy(out, torch.randint(out.shape[1], (batch,), generator=generator)).backward()
         else:
             out.square().mean().backward()
-        optimizer.step()
-
-    return Trainee(installed, step)
-
-
-def traced(arm: Arm, kind: str, bucket_mb: float | None) -> Trainee:
-    """Steps of one of `TRACED` under SGD with momentum, always with the same batch."""
-    torch.manual_seed(0)
-    model, loss = MODELS[TRACED[kind]]()
-    installed = arm.install(model, bucket_mb)
-    optimizer = installed.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(installed.model).backward()
         optimizer.step()
 
     return Trainee(installed, step)

@@ -7,7 +7,7 @@ a step takes one latency for each stage, whatever the number of buckets.
 One thread waits for the first messages of all tasks, in the order of submission. That cannot deadlock, as no rank needs
 to have waited before it sends them. Later messages depend on what other ranks have waited for, in their own order:
 queueing them behind one waiter could deadlock, so each gets a thread of its own. So do first messages that may overtake
-others (`send_queue`).
+others.
 
 Messages are matched by tags (`comm.group`), so tasks may be resumed in any order. Collectives have no tags: a task
 starts one at the latest when it is resumed for the first time, and first resumptions follow the order of submission on
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from .ports import Stages, Work
-from .send_queue import SendQueue
+from .send_queue import Overtaking
 from .tasks import STOPPED, Arrived, Barrier, Clock, Failure, Job, Task
 from .threads import start_thread, stop_thread
 
@@ -63,21 +63,14 @@ class Pipeline:
         name: of the threads.
         device: of tensors.
         threaded: run on threads, which waiting that blocks requires; else inside `start` and `submit`.
-        sends: the queue of the groups that tasks use, if they have one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        device: torch.device | str = "cpu",
-        threaded: bool = True,
-        sends: SendQueue | None = None,
-    ) -> None:
+    def __init__(self, name: str, device: torch.device | str = "cpu", threaded: bool = True) -> None:
         device = torch.device(device)
-        self.name, self.threaded = name, threaded
+        self.threaded = threaded
         self._device = device if device.type == "cuda" else None
         self._failure, overlapped = Failure(), threaded and self._device is None
-        self._scheduler = scheduler = Scheduler(self._failure, self._device, overlapped, name, sends or SendQueue())
+        self._scheduler = scheduler = Scheduler(self._failure, self._device, overlapped, name)
         self._thread = start_thread(name, scheduler.compute, scheduler.inbox, owner=self) if threaded else None
 
     def start(
@@ -86,16 +79,15 @@ class Pipeline:
         result: Tensor,
         clock: Clock = no_clock,
         future: torch.futures.Future[Tensor] | None = None,
-        priority: int | None = None,
     ) -> torch.futures.Future[Tensor]:
         """Begin a task. The future, one of `new_future` or a new one, gets `result` when the stages have ended, or
-        their exception. Where messages are ordered, its first ones leave before those of lower priority.
+        their exception.
 
         On a GPU the stages run after the work that the current stream holds now, and whoever waits for the future sees
         their results.
         """
         future = self.new_future() if future is None else future
-        self._put(Task(stages, result, future, clock, self._ready(), priority))
+        self._put(Task(stages, result, future, clock, self._ready()))
         return future
 
     def submit(self, job: Job) -> torch.futures.Future[Any]:
@@ -183,7 +175,6 @@ class Scheduler:
     device: torch.device | None
     overlapped: bool
     name: str
-    sends: SendQueue
     inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     first: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     later: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
@@ -259,7 +250,7 @@ class Scheduler:
         else:
             self.in_flight[item] = None
             with self._stream(0, item.ready):
-                work = self._advance_in_turn(item) if self.sends.ordered else self._advance(item)
+                work = self._advance(item)
             if self.streams is not None:
                 self.streams[1].wait_stream(self.streams[0])
             with self._stream(1):
@@ -268,12 +259,6 @@ class Scheduler:
                         self._await(item, work)
                         return
                     work = self._advance(item, self._wait(item, work))
-
-    def _advance_in_turn(self, task: Task) -> Work | None:
-        with self.sends.turn(task.priority) as turn:
-            work = self._advance(task)
-        task.apart = turn.used
-        return work
 
     def resume(self, task: Task, error: Exception | None) -> None:
         """Continue a task whose messages have arrived, or failed."""
@@ -287,7 +272,7 @@ class Scheduler:
         if self.deferred:
             self.pending.append((task, work))
             return
-        task.apart |= task.stage > 1
+        task.apart = task.stage > 1 or isinstance(work, Overtaking)
         self.waits += task.apart
         inbox, threads = (self.later, self.waiting[1]) if task.apart else (self.first, self.waiting[0])
         if len(threads) < (self.waits if task.apart else 1):

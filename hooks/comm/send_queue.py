@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import count
 from typing import Any
 
@@ -17,15 +16,14 @@ Send = Callable[[], Any]
 
 
 class SendQueue:
-    """Sends one after the other what is started in a turn, the highest priority first, from a thread of its own: what
-    has been given to Gloo is sent in that order, so everything else waits here. It gives the next one to Gloo when the
-    kernel has taken the last. Outside of turns nothing waits.
+    """Sends one message after the other, the highest priority first, from a thread of its own. Gloo sends in the order
+    in which it is given messages, so all but one wait here: it gets the next when the kernel has taken the last.
 
-    Only first messages of a bucket may have a turn, and only those whose receives are posted ahead. Their receivers do
-    not need other messages of the step to receive them, so the first in the queue cannot wait for one behind it.
+    Only first messages of a bucket may wait, and only those whose receives are posted ahead. Their receivers do not
+    need other messages of the step to receive them, so the first in the queue cannot wait for one behind it.
 
     Attributes:
-        ordered: if False, nobody asks for a turn.
+        ordered: somebody runs `run`, and calls `in_turn`.
     """
 
     def __init__(self) -> None:
@@ -38,19 +36,24 @@ class SendQueue:
         """End `run` when the queue is empty."""
         self._waiting.put((math.inf, next(self._number), []))
 
-    @contextlib.contextmanager
-    def turn(self, priority: int | None) -> Iterator[_Turn]:
-        """What this thread starts meanwhile waits in the queue, if this is not None; the result tells whether anything
-        does."""
+    def in_turn(self, priority: int, stages: Generator[Any, None, Any]) -> Generator[Any, None, None]:
+        """The same stages, the messages of the first of which wait in the queue."""
         turn = self._turn
         turn.priority, turn.used = priority, False
         try:
-            yield turn
+            work = next(stages, None)
         finally:
             turn.priority = None
+        if work is not None:
+            try:
+                yield Overtaking(work) if turn.used else work
+            except BaseException as error:
+                stages.throw(error)
+            yield from stages
 
     def send(self, sends: Sequence[Send]) -> list[Any]:
-        """Start messages that leave together: works to wait for, by one thread each."""
+        """Start messages that leave together, at once or, in a turn of this thread, from the queue; returns works, each
+        for one thread to wait for."""
         turn = self._turn
         if turn.priority is None or not sends:  # none at all would end `run`
             return [send() for send in sends]
@@ -60,7 +63,7 @@ class SendQueue:
         return [done for _, done in sent]
 
     def run(self) -> None:
-        """Send what waits."""
+        """Send the messages in the queue, until `put`."""
         while together := self._waiting.get()[2]:
             works = [(_started(send, done), done) for send, done in together]
             for work, done in works:
@@ -68,8 +71,15 @@ class SendQueue:
                     _await(work, done)
 
 
+class Overtaking:
+    """Messages that may arrive before others that were started earlier."""
+
+    def __init__(self, messages: Any) -> None:
+        self.wait = messages.wait
+
+
 class _Turn(threading.local):
-    """Of the thread that asks."""
+    """The turn of the thread that asks."""
 
     priority: int | None = None
     used = False

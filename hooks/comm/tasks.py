@@ -26,8 +26,6 @@ class Task:
     future: torch.futures.Future[Any]
     clock: Clock
     ready: torch.cuda.Event | None
-    #: Of its first messages, in the pipeline's `SendQueue`.
-    priority: int | None = None
     #: Stages that it has begun to wait for.
     stage: int = 0
     #: Its messages in flight have a thread of their own that waits for them.

@@ -183,8 +183,7 @@ class Reducer:
     def _start(self, step: Step, bucket: Bucket, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
         if isinstance(future, ClipFuture):
             future.held = False
-        stages = self._reduce(step, bucket, buffer)
-        self.session.pipeline.start(stages, buffer, self._clock(bucket), future, priority=bucket.index)
+        self.session.pipeline.start(self._reduce(step, bucket, buffer), buffer, self._clock(bucket), future)
 
     def end(self, step: Step) -> None:
         """End a step whose buckets have all been given to `reduce`."""
@@ -265,7 +264,8 @@ class Reducer:
                 yield self.session.announced
             keeps = bucket.plan.feedback and bucket.exchange.numel > 0
             self._clean &= not keeps
-            yield from bucket.reduce(buffer, self._feedback, keeps, number)
+            stages, queue = bucket.reduce(buffer, self._feedback, keeps, number), self.session.sends
+            yield from queue.in_turn(bucket.index, stages) if queue.ordered else stages
             if step.of_present:
                 yield self.session.announced
                 step.share = self.session.share()

@@ -137,7 +137,7 @@ class Session:
         for used in {self.group.traffic: self.group, self.control.traffic: self.control}.values():
             used.hold_unfinished(self)
         self._announcement = Announcement(self.control.channel("steps"), WORDS)
-        self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking, sends=self.sends)
+        self.pipeline = Pipeline(f"gradwire-{self.group.rank}", device, threaded=blocking)
 
     @property
     def announced(self) -> Work:
@@ -195,7 +195,7 @@ class Session:
         dense path. All ranks must, after the same step."""
         if not self.sends.ordered:
             self.sends.ordered, self.dense_group = True, None
-            start_thread(f"{self.pipeline.name}-sends", self.sends.run, self.sends, owner=self)
+            start_thread(f"gradwire-{self.group.rank}-sends", self.sends.run, self.sends, owner=self)
 
     def begin(self) -> None:
         """Begin a step: receives posted during it are announced at its end."""

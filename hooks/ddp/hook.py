@@ -238,14 +238,14 @@ class CompressState(State):
                 return None
             until = step + 1
         return reducer.dense_path(
-            step, options.choice(step), until, self._device, _futures_observed(model) or frees_buckets(model)
+            step, options.choice(step), until, self._device, futures_observed(model) or frees_buckets(model)
         )
 
     def _waits_at_end(self) -> bool:
         """True if nobody waits for a future before the end of the backward pass. DDP does in a static graph's first
         pass, and where the user finalizes."""
         model = self._ddp()
-        waited_for = getattr(model, "static_graph", False) or finalized_by_hand(model) or _futures_observed(model)
+        waited_for = getattr(model, "static_graph", False) or finalized_by_hand(model) or futures_observed(model)
         return self.overlap is None and not waited_for
 
     def _drop_dense(self) -> None:
@@ -411,7 +411,7 @@ def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.future
     return state.submit(bucket)
 
 
-def _futures_observed(model: nn.Module | None) -> bool:
+def futures_observed(model: nn.Module | None) -> bool:
     """True if anybody but DDP gets the futures of the hook."""
     return {hook for hook, _ in getattr(model, "_comm_hooks", ())} != {compress_hook}
 

@@ -19,7 +19,7 @@ from ..core.step import Step
 from ..training.awaited_gradient import AwaitedGradient
 from ..training.parameter_reads import Reads, ReadsRecorder, trains
 from .ddp_options import finalized_by_hand, frees_buckets, join_mode
-from .hook import CompressState, compress_hook
+from .hook import CompressState, compress_hook, futures_observed
 from .model_lookup import ddp_of, parameters_of
 
 #: Parameters of an optimizer's group, and the group's settings when the optimizer stepped.
@@ -64,7 +64,7 @@ def overlap_forward(
             step, as clipping and a GradScaler do; or an optimizer cannot step a part of its parameters.
     """
     ddp = ddp_of(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     state = _state_of(ddp)
     trained = state.bind(ddp).prepare_overlap(_problem(model, ddp, state, optimizers))
     overlap = state.overlap = OverlapForward(ddp.module, trained.values(), state)
@@ -92,7 +92,7 @@ def _problem(
             return f"{option}=True lets DDP use the means when backward ends: leave it out"
     if frees_buckets(ddp):
         return "lazy_bucket_allocation=True frees the means when backward ends: leave it out"
-    if any(hook is not compress_hook for hook, _ in ddp._comm_hooks):
+    if futures_observed(ddp):
         return "another hook of the model waits for the means within backward: register compress_hook alone"
     compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in ddp.modules())
     if compiled or model is not ddp:
@@ -113,7 +113,7 @@ def _problem(
 
 
 class OverlapForward:
-    """What `overlap_forward` returns.
+    """Forward passes that begin while means are on their way, as `overlap_forward` makes them.
 
     Args:
         root: the module that DDP wraps.
@@ -138,7 +138,7 @@ class OverlapForward:
         self._reads: Reads | None = None
         self._handles: list[Any] = [
             root.register_forward_hook(self._after),
-            root.register_forward_hook(self._after_error, always_call=True),
+            root.register_forward_hook(self._always_after, always_call=True),
         ]
         for module in root.modules():
             self._handles += [
@@ -163,6 +163,7 @@ class OverlapForward:
         try:
             self._settle()
         finally:
+            self._end_recording()
             while self._handles:
                 self._handles.pop().remove()
             if (state := self._of()) is not None and state.overlap is self:
@@ -291,6 +292,7 @@ class OverlapForward:
     def _before_root(self, root: nn.Module, _: Any) -> None:
         if self._reads is None and trains(root):
             self.finish()
+            self._end_recording()  # of a pass that a signal's handler has left
             self._recorder = ReadsRecorder(root, self._stand_ins)
             self._recorder.begin()
         self._before(root, _)
@@ -309,15 +311,17 @@ class OverlapForward:
 
     def _after(self, *_: Any) -> None:
         """After the root's forward pass."""
-        if self._recorder is not None:
-            self._reads, self._recorder = self._recorder.end(), None
+        self._reads = self._end_recording() or self._reads
         self._settle()
 
-    def _after_error(self, *_: Any) -> None:
-        """After the root's forward pass has raised."""
-        if self._recorder is not None:
-            self._recorder.end()
-            self._recorder = None
+    def _end_recording(self) -> Reads | None:
+        """The record, if one was made."""
+        recorder, self._recorder = self._recorder, None
+        return None if recorder is None else recorder.end()
+
+    def _always_after(self, *_: Any) -> None:
+        """After the root's forward pass, also one that has raised."""
+        self._end_recording()
 
     def _before_access(self, *_: Any) -> None:
         self.finish()

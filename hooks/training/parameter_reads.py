@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 #: Attributes and methods of a tensor that do not depend on its elements.
 _DESCRIPTION = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "layout"}
-_DESCRIPTION |= {"is_cuda", "is_sparse", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "type"}
+_DESCRIPTION |= {"is_cuda", "is_sparse", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point"}
 
 
 class Reads:
@@ -97,7 +97,7 @@ class ReadsRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = func.__name__
+        name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name not in _DESCRIPTION:

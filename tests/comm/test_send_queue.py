@@ -1,13 +1,14 @@
-"""Messages in a queue leave by priority, and those outside of turns at once."""
+"""Messages in the queue leave by priority, and others at once."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
-from gradwire.hooks.comm.send_queue import SendQueue
+from gradwire.hooks.comm.ports import WaitAll
+from gradwire.hooks.comm.send_queue import Overtaking, SendQueue
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +30,19 @@ class Message:
             raise self.error
 
 
+def queued(queue: SendQueue, priority: int, sends: list[Callable[[], Message]]) -> list[Any]:
+    """The works of a first stage that starts these messages."""
+    works: list[Any] = []
+
+    def stages() -> Generator[Any, None, None]:
+        works.extend(queue.send(sends))
+        yield WaitAll(works)
+
+    first = next(queue.in_turn(priority, stages()))
+    assert isinstance(first, Overtaking) == bool(sends)
+    return works
+
+
 def running(queue: SendQueue) -> threading.Thread:
     thread = threading.Thread(target=queue.run, daemon=True)
     thread.start()
@@ -43,9 +57,7 @@ def test_the_most_urgent_leaves_first_and_equal_ones_in_turn(groups: list[tuple[
         messages = [Message((priority, place, peer), started) for peer in range(peers)]
         for message in messages:
             message.free.set()
-        with queue.turn(priority) as turn:
-            works += queue.send([message.start for message in messages])
-        assert turn.used
+        works += queued(queue, priority, [message.start for message in messages])
     thread = running(queue)
     for work in works:
         work.wait()
@@ -68,8 +80,7 @@ def test_the_next_one_waits_for_the_last() -> None:
     works = []
     starts: list[tuple[int, Callable[[], Message]]] = [(0, start), (1, low.start), (2, high.start)]
     for priority, call in starts:
-        with queue.turn(priority):
-            works += queue.send([call])
+        works += queued(queue, priority, [call])
         assert begun.wait(10)
     assert started == ["first"]
     assert not works[0].is_completed()
@@ -82,26 +93,57 @@ def test_the_next_one_waits_for_the_last() -> None:
     thread.join(10)
 
 
-def test_outside_of_a_turn_nothing_waits() -> None:
+def test_only_the_first_stage_waits_and_of_its_thread_alone() -> None:
     queue, started = SendQueue(), list[Any]()
-    message = Message("now", started)
-    with queue.turn(None) as turn:
-        assert queue.send([message.start]) == [message]
-    assert not turn.used
-    with queue.turn(1):
-        other = threading.Thread(target=lambda: queue.send([Message("other thread", started).start]))
-        other.start()
-        other.join()
-    assert started == ["now", "other thread"]
+    first, second, other = (Message(name, started) for name in ("first", "second", "other thread"))
+
+    def stages() -> Generator[Any, None, None]:
+        thread = threading.Thread(target=lambda: queue.send([other.start]))
+        thread.start()
+        thread.join()
+        (work,) = queue.send([first.start])
+        yield work
+        (work,) = queue.send([second.start])
+        yield work
+
+    task = queue.in_turn(1, stages())
+    assert isinstance(next(task), Overtaking)
+    assert queue.send([other.start]) == [other]
+    assert next(task) is second
+    assert started == ["other thread", "other thread", "second"]
+    with pytest.raises(StopIteration):
+        next(task)
+
+
+def test_errors_and_the_end_reach_the_stages() -> None:
+    queue, heard = SendQueue(), list[type]()
+
+    def stages() -> Generator[Any, None, None]:
+        try:
+            yield Message("", [])
+        except BaseException as error:
+            heard.append(type(error))
+            raise ValueError("told") from error
+
+    task = queue.in_turn(1, stages())
+    next(task)
+    with pytest.raises(ValueError, match="told"):
+        task.throw(RuntimeError("the peer is gone"))
+    task = queue.in_turn(1, stages())
+    next(task)
+    with pytest.raises(ValueError, match="told"):
+        task.close()
+    assert heard == [RuntimeError, GeneratorExit]
+    nothing: list[Any] = []
+    assert list(queue.in_turn(1, (work for work in nothing))) == []
 
 
 def test_a_message_for_nobody_does_not_end_the_queue() -> None:
     queue, started = SendQueue(), list[Any]()
     message = Message("for somebody", started)
     message.free.set()
-    with queue.turn(1):
-        assert queue.send([]) == []
-        (work,) = queue.send([message.start])
+    assert queued(queue, 1, []) == []
+    (work,) = queued(queue, 1, [message.start])
     thread = running(queue)
     work.wait()
     queue.put(None)
@@ -120,8 +162,7 @@ def test_a_message_that_fails_tells_who_waits_for_it(when: str) -> None:
     def fails() -> Message:
         raise RuntimeError("the peer is gone")
 
-    with queue.turn(0):
-        works = queue.send([fails if when == "start" else bad.start, good.start])
+    works = queued(queue, 0, [fails if when == "start" else bad.start, good.start])
     thread = running(queue)
     with pytest.raises(RuntimeError, match="the peer is gone"):
         works[0].wait()

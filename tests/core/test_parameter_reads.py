@@ -1,4 +1,4 @@
-"""What modules read in a forward pass is found, whoever owns it."""
+"""Parameters that modules read in a forward pass are found, whoever owns them."""
 
 from __future__ import annotations
 
@@ -74,6 +74,9 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "function": Product.apply,
     "checkpoint": lambda x, weight: checkpoint(F.linear, x, weight, use_reentrant=False),
     "numpy": lambda x, weight: x * float(weight.detach().numpy().sum()),
+    "type": lambda x, weight: x @ weight.type(torch.float32),
+    "operation": torch.ops.aten.mm,
+    "overload": torch.ops.aten.mm.default,
     "einsum": lambda x, weight: torch.einsum("ij,jk->ik", x, weight),
 }
 
