@@ -191,10 +191,9 @@ class Session:
         return self._history
 
     def order_messages(self) -> None:
-        """From now on buckets' first messages leave by priority, that of the highest index first, and no step takes the
-        dense path. All ranks must, after the same step."""
+        """From now on buckets' first messages leave by priority, that of the highest index first."""
         if not self.sends.ordered:
-            self.sends.ordered, self.dense_group = True, None
+            self.sends.ordered = True
             start_thread(f"gradwire-{self.group.rank}-sends", self.sends.run, self.sends, owner=self)
 
     def begin(self) -> None:

@@ -56,7 +56,6 @@ class State:
     _untrained: Untrained | None  # as of the last check
     _closed = False
     overlap: Any = None  # an `OverlapForward` that is not closed: it waits for means later than DDP
-    _ordered = False  # as `Session.order_messages` has it
 
     def __init__(
         self,
@@ -365,7 +364,7 @@ class State:
         numel = sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse)
         reducer = self._reducer = Reducer(session, *parts, options.seed, clean=self._step == 0, numel=numel)
         reducer.controller.follow(options.choice(self._step))
-        if self._ordered:
+        if self.overlap is not None:
             session.order_messages()
         return reducer
 
@@ -389,7 +388,6 @@ class State:
             raise ValueError(f"overlap_forward: {problem}")
         session.agree("overlap_forward()", self._step)
         session.order_messages()
-        self._ordered = True
         return self._parameters
 
     def _refuse(self, problem: str) -> None:

@@ -74,7 +74,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "function": Product.apply,
     "checkpoint": lambda x, weight: checkpoint(F.linear, x, weight, use_reentrant=False),
     "numpy": lambda x, weight: x * float(weight.detach().numpy().sum()),
-    "type": lambda x, weight: x @ weight.type(torch.float32),
+    "type": lambda x, weight: (x.double() @ weight.type(torch.float64)).float(),
     "operation": torch.ops.aten.mm,
     "overload": torch.ops.aten.mm.default,
     "einsum": lambda x, weight: torch.einsum("ij,jk->ik", x, weight),

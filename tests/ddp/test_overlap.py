@@ -153,16 +153,13 @@ class Plan:
 
 
 def sound(plan: Plan) -> Plan:
-    """Strategies that hand out a momentum refuse another. Ordinary training may take the dense path, which drops the
-    gradient of a pass that raises, where the pipeline returns it to the residual; and where a pass has raised, another
-    under autocast makes DDP name a bucket's parameters in another order than their gradients."""
+    """Strategies that hand out a momentum refuse another. Where one of DDP's first passes has raised, or one under
+    autocast beside one that has raised, it names a bucket's parameters in another order than their gradients."""
     options = CODECS[plan.codec][1]
     if isinstance(options.get("error_feedback"), Momentum | Tracking):
         plan = replace(plan, optimizer="sgd")
-    dense = "warmup_steps" in options or options["exchange"] == "dense"
     events = [
-        ("", who) if event == "raise" and (dense or place < 2) else (event, who)
-        for place, (event, who) in enumerate(plan.events)
+        ("", who) if event == "raise" and place < 2 else (event, who) for place, (event, who) in enumerate(plan.events)
     ]
     if any(event == "raise" for event, _ in events):
         events = [(event.replace("autocast", ""), who) for event, who in events]
@@ -241,11 +238,12 @@ def train(rank: int, plan: Plan, overlaps: bool) -> list[str]:
         elif event == "reconnect":
             state.close()
         elif event == "resume":
-            kept = copy.deepcopy([part.state_dict() for part in (ddp, *optimizers, state)])
+            parts = [ddp, *optimizers, state][:: -1 if who % 2 else 1]
+            kept = copy.deepcopy([part.state_dict() for part in parts])
             ddp(data).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
-            for part, saved in zip((ddp, *optimizers, state), kept, strict=True):
+            for part, saved in zip(parts, kept, strict=True):
                 part.load_state_dict(saved)
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -550,7 +548,7 @@ def test_first_messages_wait_in_the_order_of_layers(rank: int, exchange: str) ->
         return inner(sends)
 
     queue.send = send  # type: ignore[method-assign]
-    for step in range(6):
+    for step in range(5):
         found.clear()
         ddp(batch(rank, step, model)).square().mean().backward()
         optimizer.step()
@@ -559,6 +557,12 @@ def test_first_messages_wait_in_the_order_of_layers(rank: int, exchange: str) ->
     assert found == list(range(len(found)))  # as backward makes them
     assert len(found) == 3
     assert state._reducer.session.pipeline._scheduler.waiting[1]  # threads for messages that may overtake others
+    state.close()
+    ddp(batch(rank, 5, model)).square().mean().backward()
+    assert state._reducer.session.sends.ordered  # a new connection's, too
+    optimizer.step()
+    optimizer.zero_grad()
+    overlap.finish()
     state.close()
     return len(found)
 

@@ -15,6 +15,7 @@ from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Pipeline
+from gradwire.hooks.comm.send_queue import SendQueue
 from gradwire.hooks.comm.topology import Topology
 from gradwire.hooks.core.announcement import Announcement
 from gradwire.hooks.core.bucket import Bucket
@@ -90,6 +91,7 @@ class Meeting(Session):
         #: As Gloo's, beside a GPU too.
         self.host_group = Group(world.words_of(everyone).member(rank), everyone).channel("state")
         self.group = group(everyone) if gpu else self.host_group
+        self.sends = SendQueue()
         parts: tuple[Group, ...] = ()
         if nodes:
             first, place = rank - rank % nodes, rank % nodes
