@@ -147,13 +147,16 @@ class ViewChanger:
             view.whole = True
         elif isinstance(event, tuple):  # of the thread that connects
             number, group, why = event
-            if view is None or view.number != number or view.broken is not None:
+            with self._changed:
+                wanted = view is not None and view.number == number and view.broken is None
+                if view is not None and wanted:
+                    view.group = group
+            if not wanted:
                 if group is not None:
                     group.cut()
             elif group is None:
                 self.client.failed(number, why)
             else:
-                view.group = group
                 self.client.connected(number)
 
     def _propose(self, event: Proposed) -> None:
@@ -186,23 +189,23 @@ class ViewChanger:
     def _look(self) -> None:
         """Change to the next view if it is time."""
         view = self._next
-        if view is None or view.group is None or view.broken is not None:
+        if view is None or (group := view.group) is None or view.broken is not None:
             return
         if view.whole or self.view is None or self.view.broken is not None:
             try:
-                self._change(view)
+                self._change(view, group)
             except RuntimeError as error:
                 if view.broken is None:  # a message has failed, of which the meeting point does not know
                     view.broken = str(error)
                     self.client.failed(view.number, f"member {self.client.member}: {error}")
                 view.cut()
+                view.reducer = None
                 with self._changed:  # rounds go on in the view in use, if it stands
                     self._changing = False
                     self._changed.notify_all()
 
-    def _change(self, view: View) -> None:
-        """Change to a view that is connected. Raises RuntimeError if it breaks meanwhile."""
-        assert view.group is not None
+    def _change(self, view: View, group: Group) -> None:
+        """Change to a view that is connected by this group. Raises RuntimeError if it breaks meanwhile."""
         with self._changed:
             self._changing = True
         self._await_round(view)
@@ -213,11 +216,13 @@ class ViewChanger:
         verdict = decide(view.number, [Report.from_bytes(view.board.values[key]) for key in keys])
         self._warn_of_diverged(view, verdict)
         view.told = 0 if verdict.needy and view.rank == verdict.donors[0] and self._speaks else None
-        view.reducer = self._open_view(view.group)
-        healed, progress = self._heal(view, verdict)
-        view.next_round = NextRound(view.group, verdict, view.board)
+        view.reducer = self._open_view(group)
+        healed, progress = self._heal(view, group, verdict)
+        view.next_round = NextRound(group, verdict, view.board)
         ending = verdict.endings[view.rank]
         with self._changed:
+            if view.group is not group:
+                raise RuntimeError(view.broken)  # this replica has left
             left, self.view, self._next = self.view, view, None
             if left is not None and set(left.members) - set(view.members):
                 self._failures = 0  # they may have been the reason
@@ -276,10 +281,9 @@ class ViewChanger:
     def _await_word(self, view: View, ready: Callable[[], bool]) -> None:
         view.board.wait_for(ready, self._meeting.patience)
 
-    def _heal(self, view: View, verdict: Verdict) -> tuple[Healed | None, Progress | None]:
+    def _heal(self, view: View, group: Group, verdict: Verdict) -> tuple[Healed | None, Progress | None]:
         """Send this replica's share of the state to those that need it, or receive it."""
-        assert view.group is not None
-        works, healed = self.state.start(view.group, verdict)
+        works, healed = self.state.start(group, verdict)
         if healed is None:
             # They are sent when the next round ends, in which those that are healed take part.
             self._works = works

@@ -473,6 +473,35 @@ def test_a_view_that_the_meeting_point_has_forgotten_ends() -> None:
         assert former.broken is not None
 
 
+def test_a_replica_may_leave_while_it_changes_views() -> None:
+    """Its thread then makes no reducer of a view without a group: it would meet the ranks of the default group."""
+    with world(every=2) as made:
+        made.start(2)
+        made.until(lambda: all(replica.rounds >= 2 for replica in made.replicas))
+        leaving, groups = made.replicas[0], list[Any]()
+        tie = leaving.tie
+        former, open_view, warn = tie.view, tie._open_view, tie._warn_of_diverged
+
+        def leave(*arguments: Any) -> None:
+            leaving.dead = True  # its training raises
+            tie.close()
+            warn(*arguments)
+
+        def opened(group: Any) -> Any:
+            groups.append(group)
+            return open_view(group)
+
+        tie._warn_of_diverged, tie._open_view = leave, opened  # type: ignore[assignment,method-assign]
+        made.start()
+        made.until(lambda: groups and not tie._changing)
+        assert None not in groups
+        assert tie.view is former
+        assert tie._next is not None
+        assert tie._next.reducer is None
+        _, *others = made.replicas
+        made.until(lambda: all(r.tie.view is not None and len(r.tie.view.members) == 2 for r in others if r.trains))
+
+
 def test_many_changes_leave_nothing_behind() -> None:
     """Threads, descriptors and views are gone after each leave, and so is whoever has left."""
     counts = list[tuple[int, int, int]]()
