@@ -116,10 +116,11 @@ class View:
 
     def cut(self) -> None:
         """End every wait for its other members."""
-        if self.reducer is not None:
-            self.reducer.session.pipeline.fail(RuntimeError(self.broken or "another view has taken its place"))
-        if self.group is not None:
-            self.group.cut()
+        group, reducer = self.group, self.reducer  # a replica that leaves lets them go meanwhile
+        if reducer is not None:
+            reducer.session.pipeline.fail(RuntimeError(self.broken or "another view has taken its place"))
+        if group is not None:
+            group.cut()
         self.board.wake()
 
 
