@@ -473,12 +473,13 @@ def test_a_view_that_the_meeting_point_has_forgotten_ends() -> None:
         assert former.broken is not None
 
 
-def test_a_replica_may_leave_while_it_changes_views() -> None:
+@pytest.mark.parametrize("before", [2, 4], ids=["one comes", "one goes"])
+def test_a_replica_may_leave_while_it_changes_views(before: int) -> None:
     """Its thread then makes no reducer of a view without a group: it would meet the ranks of the default group."""
     with world(every=2) as made:
-        made.start(2)
+        made.start(before)
         made.until(lambda: all(replica.rounds >= 2 for replica in made.replicas))
-        leaving, groups = made.replicas[0], list[Any]()
+        (leaving, *_, last), groups = made.replicas, list[Any]()
         tie = leaving.tie
         former, open_view, warn = tie.view, tie._open_view, tie._warn_of_diverged
 
@@ -492,14 +493,17 @@ def test_a_replica_may_leave_while_it_changes_views() -> None:
             return open_view(group)
 
         tie._warn_of_diverged, tie._open_view = leave, opened  # type: ignore[assignment,method-assign]
-        made.start()
+        if before == 2:
+            made.start()
+        else:
+            last.ending = True
         made.until(lambda: groups and not tie._changing)
         assert None not in groups
         assert tie.view is former
         assert tie._next is not None
         assert tie._next.reducer is None
-        _, *others = made.replicas
-        made.until(lambda: all(r.tie.view is not None and len(r.tie.view.members) == 2 for r in others if r.trains))
+        others = [replica for replica in made.replicas if replica is not leaving and not replica.ending]
+        made.until(lambda: all(r.trains and r.tie.view is not None and len(r.tie.view.members) == 2 for r in others))
 
 
 def test_many_changes_leave_nothing_behind() -> None:
