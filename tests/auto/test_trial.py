@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -29,6 +30,7 @@ from gradwire.hooks.auto.trial import (
     Trial,
     typical,
 )
+from gradwire.hooks.core import dense_path, reducer
 from gradwire.hooks.core.dense_path import DensePath
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.exchanges import Dense, Gather
@@ -42,6 +44,25 @@ Ranks = Callable[[int], Pool]
 
 MOST = SETTLING + 2 * MOST_ROUNDS * ROUND_STEPS  # steps where two ways are tried
 LATE = 0.02
+
+
+class Clock:
+    """The time of a step, which no load on the machine can change: reading it takes a while, and `late` the rest."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += LATE
+        return self.now
+
+    def late(self, times: float) -> None:
+        self.now += times * LATE
+
+    @contextmanager
+    def times_steps(self) -> Iterator[None]:
+        with patch.object(reducer, "time", self), patch.object(dense_path, "time", self):
+            yield
 
 
 def against(other: str, least: float) -> tuple[str, dict[str, float]]:
@@ -152,15 +173,15 @@ def test_the_best_of_three_ways_wins(
 def tried(rank: int, beta: float, slow: str, three: bool) -> Any:
     """Train on a network that is said to move a byte in `beta` seconds, and where rank 1 is late in what is slow."""
 
-    reduces, end = {kind: kind.reduce for kind in (Gather, Dense)}, DensePath.end
+    reduces, end, clock = {kind: kind.reduce for kind in (Gather, Dense)}, DensePath.end, Clock()
 
     def late(exchange: Any, *arguments: Any) -> Any:
         yield from reduces[type(exchange)](exchange, *arguments)
         what = "dense" if isinstance(exchange, Dense) else "half" if exchange.codec == HALF_PRECISION else "compressed"
-        time.sleep(3 * LATE * rank * (what in slow))
+        clock.late(3 * rank * (what in slow))
 
     def end_late(straight: DensePath) -> None:
-        time.sleep(3 * LATE * rank * ("dense" in slow and "pipeline" not in slow))
+        clock.late(3 * rank * ("dense" in slow and "pipeline" not in slow))
         end(straight)
 
     model, ddp = two_large_layers()
@@ -172,7 +193,7 @@ def tried(rank: int, beta: float, slow: str, three: bool) -> Any:
         assert state.tuning
         steps, digests = 0, []
         slowed = patch.object(Gather, "reduce", late), patch.object(Dense, "reduce", late)
-        with slowed[0], slowed[1], patch.object(DensePath, "end", end_late):
+        with slowed[0], slowed[1], patch.object(DensePath, "end", end_late), clock.times_steps():
             while state.tuning:
                 digests += train(rank, ddp, range(steps, steps + 1), ledger)
                 steps += 1
@@ -234,11 +255,11 @@ def test_a_lasting_change_of_steps_is_seen_and_a_short_one_is_not(span: float, f
 
 def changed(rank: int, slow_on: int) -> Any:
     """Compression wins; then it becomes slow on one rank, where the network is a bad one."""
-    reduce = Gather.reduce
+    reduce, clock = Gather.reduce, Clock()
 
     def late(exchange: Any, *arguments: Any) -> Any:
         yield from reduce(exchange, *arguments)
-        time.sleep(5 * LATE * (rank == slow_on))
+        clock.late(5 * (rank == slow_on))
 
     model, ddp = two_large_layers()
     ledger = Ledger(model)
@@ -262,14 +283,15 @@ def changed(rank: int, slow_on: int) -> Any:
 
         def slow_dense(exchange: Any, *arguments: Any) -> Any:
             yield from dense(exchange, *arguments)
-            time.sleep(LATE)
+            clock.late(1)
 
         def slow_straight(straight: DensePath) -> None:
-            time.sleep(2 * LATE)
+            clock.late(2)
             end(straight)
 
         dense, end = Dense.reduce, DensePath.end
-        with patch.object(Dense, "reduce", slow_dense), patch.object(DensePath, "end", slow_straight):
+        slowed = patch.object(Dense, "reduce", slow_dense), patch.object(DensePath, "end", slow_straight)
+        with slowed[0], slowed[1], clock.times_steps():
             go_on(lambda: state.tuning)
             decided = steps
             go_on(lambda: steps < decided + 2)
