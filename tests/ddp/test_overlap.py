@@ -274,7 +274,7 @@ def both(rank: int, plan: Plan) -> tuple[list[str], list[str]]:
     return train(rank, plan, True), train(rank, plan, False)
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=24, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 @given(plan=plans(), world=st.sampled_from([2, 2, 4]))
 @example(plan=Plan("perceptron", 0, "looped", 0.01, False, False, (("", 0),) * 3), world=2)
 @example(plan=Plan("perceptron", 0, "derived", 0.01, False, False, (("twice", 0),) * 3), world=2)
