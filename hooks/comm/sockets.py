@@ -48,8 +48,11 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def listen(backlog: int, port: int = 0) -> socket.socket:
-    """A listening socket of all interfaces, at a free port unless one is named."""
-    end = socket.create_server(("", port), backlog=backlog)
+    """A listening socket of all interfaces, of IPv4 and, where the host has it, IPv6, at a free port unless one is
+    named."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    end = socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
     OPEN.add(end)
     return end
 
@@ -118,7 +121,9 @@ class Connection:
     def __str__(self) -> str:
         """Address of the other end."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return "{}:{}".format(*self.end.getpeername()[:2])
+            host, port = self.end.getpeername()[:2]
+            host = host.removeprefix("::ffff:")  # IPv4, at a socket of both
+            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return "a closed connection"
 
     def greet(self) -> None:

@@ -22,6 +22,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 import torch.distributed as dist
+from gradwire.hooks.comm.sockets import listen
 from gradwire.hooks.horovod.consensus.coordinator import Coordinator
 from gradwire.hooks.horovod.consensus.negotiation import Negotiator, request_bytes
 from gradwire.hooks.horovod.runtime import launch
@@ -29,6 +30,7 @@ from gradwire.hooks.horovod.runtime.operations import AllReduce, Sum
 from gradwire.hooks.horovod.transport.addresses import addresses
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback import every_loopback
 from ranks import Pool
 from test_horovod_operations import equal, raised
 
@@ -400,11 +402,20 @@ def framed(text: bytes) -> bytes:
     return struct.pack("!IQ", len(text), 0) + text
 
 
+@every_loopback
+def test_the_address_toward_the_first_rank_comes_first(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", host)
+    assert addresses()[0] == host
+    with listen(1) as listener:
+        socket.create_connection((host, listener.getsockname()[1]), timeout=5).close()
+
+
 def test_strangers_are_not_let_in() -> None:
     store = torch.distributed.HashStore()
     coordinator = Coordinator(store, Negotiator(1), 0.0, 0.0)
     place = json.loads(store.get("control"))
-    assert addresses()
     for message in (framed(b"{}"), b"\xff" * 12 + b"x" * 9000, b"GET / HTTP/1.0\r\n\r\n" * 500,
                     framed(json.dumps({"nonce": "guess", "proof": place["secret"], "rank": 0}).encode())):  # fmt: skip
         with socket.create_connection(("127.0.0.1", place["port"]), timeout=5) as end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import struct
@@ -36,6 +37,7 @@ from gradwire.hooks.local_sgd.meeting.client import (
 )
 from gradwire.hooks.local_sgd.meeting.options import Meeting
 from gradwire.hooks.local_sgd.meeting.server import MeetingPoint
+from loopback import every_loopback
 
 SECONDS = 10.0
 E = TypeVar("E", bound=Event)
@@ -97,6 +99,17 @@ def group(count: int, dead_after: float = 0.5, secret: str = "") -> Iterator[tup
         finally:
             for member in members:
                 member.client.leave()
+
+
+@every_loopback
+def test_a_member_comes_by_ipv4_or_ipv6(host: str) -> None:
+    said: list[str] = []
+    named = f"[{host}]" if ":" in host else host
+    with MeetingPoint(report=said.append) as point:
+        member = Member(f"{named}:{point.port}")
+        member.in_view_of(1)
+        member.client.leave()
+    assert any(re.fullmatch(rf"member 0 has joined, from {re.escape(named)}:\d+", line) for line in said), said
 
 
 def test_members_meet_lose_each_other_and_leave() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import struct
+from collections.abc import Iterator
 
 
 def addresses() -> list[str]:
@@ -15,15 +16,21 @@ def addresses() -> list[str]:
     if interface:
         with contextlib.suppress(OSError):
             found.append(_interface_address(interface.split(",")[0]))
-    # Connecting a datagram socket sends nothing; it only chooses the interface that leads there.
-    for host in (os.environ.get("MASTER_ADDR"), "192.0.2.1"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            if host:
-                probe.connect((host, 9))
-                found.append(probe.getsockname()[0])
+    for host in (os.environ.get("MASTER_ADDR"), "192.0.2.1", "2001:db8::1"):
+        if host:
+            found.extend(_addresses_toward(host))
     with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
+        found.extend(str(place[0]) for *_, place in socket.getaddrinfo(socket.gethostname(), None))
     return list(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+def _addresses_toward(host: str) -> Iterator[str]:
+    """This host's addresses on the interfaces that lead to another one. Connecting a datagram socket sends nothing."""
+    with contextlib.suppress(OSError):
+        for family, kind, *_, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(place)
+                yield str(probe.getsockname()[0])
 
 
 def _interface_address(name: str) -> str:

@@ -15,7 +15,7 @@ class Meeting:
     """The meeting point that replicas use, and what they ask of it.
 
     Args:
-        address: host and port of `gradwire-meet`: "head:29400".
+        address: host and port of `gradwire-meet`: "head:29400" or "[fd00::2]:29400".
         min_replicas: replicas without which no round takes place.
         wait_for: replicas that the first round waits for; at least `min_replicas`, its default.
         patience: seconds to wait for the meeting point, or for enough replicas, before giving up.

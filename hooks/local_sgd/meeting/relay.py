@@ -29,7 +29,7 @@ def meet_inside(inside: Group | None, meeting: Meeting, description: dict[str, A
     name = socket.gethostname()
     words = inside.all_gather_object([name, 0 if relay is None else relay.port])
     host, port = words[0]
-    return relay, f"{'127.0.0.1' if host == name else socket.gethostbyname(host)}:{port}"
+    return relay, f"{'127.0.0.1' if host == name else host}:{port}"
 
 
 class Relay:
