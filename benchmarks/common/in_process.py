@@ -217,7 +217,7 @@ class InProcessGroup(Group):
         size = max(sum(part.nbytes for part in parts) - parts[self.rank].nbytes for parts in (received, sent))
         return self.join((received, sent), _swap, self.swap_latency, size)
 
-    def variable_message(self, longest: int, ahead: int = 2) -> Any:
+    def variable_message(self, longest: int) -> Any:
         return InProcessMessage(self)
 
     def sum(self, tensor: Tensor, pieces: Tensor) -> Generator[Work, None, None]:

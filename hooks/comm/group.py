@@ -233,9 +233,9 @@ class Group(PointToPoint):
             return work
         return self.pairwise(output.split(list(received)), rows.split(list(sent)))
 
-    def variable_message(self, longest: int, ahead: int = 2) -> VariableMessage:
+    def variable_message(self, longest: int) -> VariableMessage:
         """Messages between hosts of at most `longest` bytes, mostly fewer."""
-        return VariableMessage(self, longest, ahead)
+        return VariableMessage(self, longest)
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:

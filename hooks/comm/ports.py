@@ -277,10 +277,10 @@ class VariableMessage(PersistentMessage):
         longest: bytes.
     """
 
-    def __init__(self, group: PointToPoint, longest: int, ahead: int = 2) -> None:
+    def __init__(self, group: PointToPoint, longest: int) -> None:
         # Pages that no message reaches are never touched, and take no memory.
         pool: Any = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
-        super().__init__(group, pool, pool, ahead)
+        super().__init__(group, pool, pool)
         places: list[Any] = [pool if free is pool else torch.empty_like(pool) for free in self._free]
         self._free = places
         self._any_byte = torch.zeros(1, dtype=torch.uint8, device="cpu")

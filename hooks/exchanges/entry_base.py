@@ -108,25 +108,17 @@ class EntryMessages:
         k: the most entries in a message.
         words: numbers in a head.
         extras: the extra numbers in the message from each rank.
-        ahead: as of a `PersistentMessage`.
     """
 
     def __init__(
-        self,
-        name: str,
-        exchanger: EntryExchanger,
-        group: Group,
-        k: int,
-        words: int,
-        extras: Sequence[int],
-        ahead: int = 2,
+        self, name: str, exchanger: EntryExchanger, group: Group, k: int, words: int, extras: Sequence[int]
     ) -> None:
         self._name, self._exchanger, self._words, self._extras, self._most = name, exchanger, words, extras, k
         #: Bytes before the entries in each rank's message.
         self._heads = [4 * (words + count) for count in extras]
         # Fewer indices, or a smaller range, may take one word more, as each part is padded to whole words.
         longest = index_bytes(exchanger.numel, k) + 4 + value_bytes(k * exchanger.width, exchanger.dtype)
-        self.port = group.variable_message(max(self._heads) + longest, ahead)
+        self.port = group.variable_message(max(self._heads) + longest)
 
     def write(
         self, heads: Sequence[Sequence[int]], extras: Sequence[Tensor], entries: Entries, pieces: Pieces
