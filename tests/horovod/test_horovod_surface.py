@@ -403,11 +403,16 @@ def framed(text: bytes) -> bytes:
 
 
 @every_loopback
-def test_the_address_toward_the_first_rank_comes_first(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+def test_its_addresses_are_those_toward_the_first_rank_and_of_the_interface_named(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("MASTER_ADDR", host)
     assert addresses()[0] == host
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert host in addresses()[:2]
     with listen(1) as listener:
         socket.create_connection((host, listener.getsockname()[1]), timeout=5).close()
 
