@@ -95,7 +95,7 @@ RUBBISH = (
 def test_a_loop_hands_over_nothing_of_strangers(message: bytes) -> None:
     listener = listen(8)
     loop = SocketLoop(listener, "key")
-    with socket.create_connection(listener.getsockname(), timeout=5) as end:
+    with socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5) as end:
         end.sendall(message)
         seen = list[Any]()
         while not seen or loop.connections:
@@ -113,7 +113,7 @@ def test_a_loop_hands_over_nothing_of_strangers(message: bytes) -> None:
 def test_whoever_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = listen(8)
     loop = SocketLoop(listener, "key")
-    silent = socket.create_connection(listener.getsockname(), timeout=5)
+    silent = socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5)
     assert list(loop.poll(5)) == []
     assert len(loop.connections) == 1
     monkeypatch.setattr(socket_loop, "GREETING_SECONDS", 0.0)
