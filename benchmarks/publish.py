@@ -140,6 +140,8 @@ elastic-inside: elastic --rate 100mbit --delay 25ms --seed 3 4 5 --kill-in excha
 *learn-adamw: {learn} --learning-rates 4e-3 8e-3 --arms float32-b8 chunked25 chunked25-b5 topk1 wide1.5-b5 wide0.7-b5
 learn-large-long: learn benchmarks/results/learn.jsonl --task large-bfloat16 --steps 3000 --seeds 1
     --learning-rates 4e-3 --arms chunked25-b5 local3-wide0.7-b8
+learn-large-muon: learn benchmarks/results/learn.jsonl --task large-bfloat16 --optimizer muon --steps 3000 --seeds 1
+    --learning-rates 8e-3 --arms local5-chunked25
 learn-late: {learn} --seeds 1 --learning-rates 8e-3 --arms float32-b8 float32-b5 float32-late3 float32-late3-b5
     chunked25 chunked25-b8 chunked25-b5 chunked25-b3
 learn-lead: {learn} --learning-rates 8e-3 1.6e-2 3.2e-2 6.4e-2 --arms chunked25-lead wide1.5-lead
