@@ -15,6 +15,7 @@ from typing import Any
 import preloaded
 import pytest
 import torch
+import variables
 from emulated import EmulatedDevice, emulated_gpu
 from hypothesis import settings
 from ranks import Pool
@@ -30,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have one server for the session, of which xdist's workers are told, and one thread a process."""
+    """Have one server for the session, of which xdist's workers are told, one thread a process, and no environment
+    variables but those that tests may see."""
+    variables.forget_others(os.environ)
     # Threads of OpenMP wait for each other in a loop: where others run as well, that takes ten times the time.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     # What decides whether a change is good draws the same examples each time; the slow tests' run draws new ones. A

@@ -311,6 +311,7 @@ def test_an_elastic_job_goes_on_after_a_rank_is_lost(tmp_path: Path) -> None:
         sys.stdout.write(f"begin at {state.batch}\\n")
         while state.batch < 6:
             if rank == 1 and state.batch == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                sys.stdout.flush()  # Python's own end, which does so, does not come
                 os.kill(os.getpid(), 9)
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
