@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Have one server for the session, of which xdist's workers are told, one thread a process, and no environment
     variables but those that tests may see."""
     variables.forget_others(os.environ)
+    hold_programs(config)
     # Threads of OpenMP wait for each other in a loop: where others run as well, that takes ten times the time.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     # What decides whether a change is good draws the same examples each time; the slow tests' run draws new ones. A
@@ -46,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
     elif sys.platform == "linux" and not Path("/dev/nvidiactl").exists():  # CUDA does not survive a fork
         config.stash[SERVER] = preloaded.Server(Path(tempfile.mkdtemp(prefix="gradwire-")))
         config.stash[PYTHON] = config.stash[SERVER].python
+
+
+def hold_programs(config: pytest.Config) -> None:
+    """Have temporary folders hold programs and libraries, which some machines' /tmp may not."""
+    with tempfile.NamedTemporaryFile() as program:
+        os.chmod(program.name, 0o700)
+        if os.access(program.name, os.X_OK):
+            return
+    assert config.cache is not None
+    os.environ["TMPDIR"] = tempfile.tempdir = str(config.cache.mkdir("tmp"))
 
 
 @pytest.hookimpl(optionalhook=True)

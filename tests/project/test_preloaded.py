@@ -13,7 +13,7 @@ from typing import Any
 
 import preloaded_client
 import pytest
-from preloaded import PLAIN_PYTHON
+from preloaded import PLAIN_PYTHON, Server
 
 SAYS = "import sys; print('torch' in sys.modules)"
 
@@ -69,6 +69,30 @@ print(torch.get_num_threads(), sys.stdin.read(), ("ignore", None, UserWarning, N
     assert answers[0].stdout == answers[1].stdout
     assert answers[0].stdout.startswith("__main__ ")
     assert answers[0].stderr == answers[1].stderr == ""
+
+
+@pytest.mark.parametrize(("options", "variables"), [([], {}), (["-u"], {}), ([], {"PYTHONUNBUFFERED": "1"})])
+def test_what_a_killed_process_has_not_flushed_is_lost_as_ever(options: list[str], variables: dict[str, str]) -> None:
+    script = "import os; print('said'); os.kill(os.getpid(), 9)"
+    written = []
+    for python in (sys.executable, PLAIN_PYTHON):
+        command = [python, *options, "-c", script]
+        written.append(
+            subprocess.run(command, env={**os.environ, **variables}, capture_output=True, check=False).stdout
+        )
+    assert written == [b"said\n" if options or variables else b""] * 2
+
+
+@pytest.mark.slow
+def test_temporary_files_may_be_anywhere(tmp_path: Path) -> None:
+    """In a folder whose name has quotes, and is longer than a socket's may be."""
+    folder = tmp_path / ("it's long " * 10)
+    folder.mkdir()
+    server = Server(folder)
+    try:
+        assert subprocess.run([server.python, "-c", SAYS], capture_output=True, check=True).stdout == b"True\n"
+    finally:
+        server.close()
 
 
 def test_it_ends_as_a_process_ends() -> None:

@@ -13,10 +13,13 @@ cannot have, such as other settings of the interpreter or the allocator, or anot
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import runpy
+import secrets
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -44,7 +47,7 @@ class Server:
     """Forks processes until it is closed, or until the process that made it is gone.
 
     Args:
-        folder: for its socket; of a short name, since a socket's is at most 107 bytes long.
+        folder: for its program.
 
     Attributes:
         python: what stands for `sys.executable`.
@@ -53,16 +56,15 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.real = sys.executable
-        python, known, address = folder / "python", folder / "known.json", folder / "socket"
+        python, known = folder / "python", folder / "known.json"
+        address = f"gradwire-{secrets.token_hex(8)}"  # no file's: a folder's name may be longer than a socket's
         known.write_text(json.dumps(preloaded_client.surroundings()), "utf-8")
-        words = " ".join(
-            f"'{word}'" for word in (self.real, "-IS", preloaded_client.__file__, address, known, self.real)
-        )
+        words = shlex.join([self.real, "-IS", preloaded_client.__file__, address, str(known), self.real])
         python.write_text(f'#!/bin/sh\nexec {words} "$@"\n', "utf-8")
         python.chmod(0o700)
         self.python = str(python)
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(address))
+            listener.bind(f"\0{address}")
             listener.listen(128)
             command = [self.real, str(Path(__file__).resolve()), str(listener.fileno()), self.python]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
@@ -174,6 +176,8 @@ def settle(request: dict[str, Any], python: str, filters: int) -> None:
     os.sched_setaffinity(0, request["affinity"])
     sys.executable = python
     multiprocessing.spawn.set_executable(python)
+    if request["unbuffered"]:
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
     random.seed()
     np.random.seed()  # noqa: NPY002 - for tests that use it
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or len(request["affinity"]))

@@ -66,7 +66,7 @@ def main() -> None:
         expected = json.load(file)
     parsed = parse(arguments)
     server = socket.socket(socket.AF_UNIX)
-    if parsed is None or surroundings() != expected or server.connect_ex(address):
+    if parsed is None or surroundings() != expected or server.connect_ex(f"\0{address}"):
         os.execv(real, [real, *arguments])
     kind, what, argv, warnings = parsed
     passed = descriptors()
@@ -80,6 +80,7 @@ def main() -> None:
         "umask": os.umask(0),
         "affinity": sorted(os.sched_getaffinity(0)),
         "descriptors": passed,
+        "unbuffered": bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in arguments[: -len(argv)],
     }
     text = json.dumps(request).encode()
     socket.send_fds(server, [b"%08x" % len(text)], passed)
