@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -472,3 +475,19 @@ def test_a_reused_workspace_changes_nothing(backend: str, case: Case) -> None:
         for wire in wires[1:]:
             kernels.encode(codec, args[0], wire, args[1], used)
             assert same(wire, wires[0])
+
+
+def test_without_numbas_compiler_the_reference_serves() -> None:
+    script = (
+        "import torch, gradwire\n"
+        "x, codec = torch.linspace(-1, 1, 300), gradwire.QSGD(bits=4, rounding='nearest')\n"
+        "wire = torch.empty(codec.wire_bytes(300), dtype=torch.uint8)\n"
+        "codec.encode(x, wire, None, codec.workspace(300, x.device))\n"
+        "print(wire.tolist())\n"
+    )
+    environment, here = {**os.environ, "NUMBA_DISABLE_JIT": "1"}, io.StringIO()
+    found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
+    with redirect_stdout(here):
+        exec(script, {})
+    assert found.stdout == here.getvalue() != ""
+    assert "NUMBA_DISABLE_JIT is set" in found.stderr

@@ -8,6 +8,10 @@ and ranks.
 
 from __future__ import annotations
 
+import warnings
+
+import numba
+
 from .. import Backend, Kernels
 from .entries import Entries
 from .kernels.cast import Cast
@@ -39,3 +43,12 @@ KERNELS: dict[str, Kernels] = {
 }
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
 BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), LowPrecision(), Vectors())
+if numba.config.DISABLE_JIT:  # our kernels read addresses, which Python cannot
+    from .. import reference
+
+    BACKEND = reference.BACKEND
+    warnings.warn(
+        "NUMBA_DISABLE_JIT is set: gradwire uses its reference in NumPy, which sends the same bytes and takes far "
+        "longer; unset it to train",
+        stacklevel=2,
+    )
