@@ -22,6 +22,7 @@ from ...compress import Codec
 from ...compress.codec import check_flag
 from ..comm.group import Group
 from ..comm.handshake import compare, side
+from .residual_scale import ResidualScale
 from .tensor_coder import TensorCoder, coders
 
 METHODS = (
@@ -45,11 +46,13 @@ class StageStatistics:
         messages: sent so far.
         dense_bytes: of the tensors in them.
         bytes_sent: of their codes, which travelled.
+        residuals_dropped: those of `error_feedback` that were of another loss scale.
     """
 
     messages: int = 0
     dense_bytes: int = 0
     bytes_sent: int = 0
+    residuals_dropped: int = 0
 
 
 @dataclass
@@ -59,6 +62,7 @@ class Direction:
     what: str
     coder: TensorCoder
     smallest: int
+    scale: ResidualScale
     statistics: StageStatistics = field(default_factory=StageStatistics)
     #: By micro-batch and place in its list of messages; the next step takes the same again.
     sent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -66,6 +70,8 @@ class Direction:
     #: By micro-batch: wires under way, and the tensors that they are for.
     expected: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     shapes: dict[int, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    #: The micro-batches of this step that are sent.
+    chunks: set[int] = field(default_factory=set)
 
     @torch.inference_mode(False)
     def wire(self, wires: dict[tuple[int, int], Tensor], chunk: int, index: int, tensor: Tensor) -> Tensor:
@@ -78,6 +84,10 @@ class Direction:
     def send(self, original: Callable[[int], list[Any]], chunk: int) -> list[Any]:
         """The messages of a micro-batch, encoded."""
         messages = original(chunk)
+        begins = not self.chunks or chunk in self.chunks
+        self.chunks = {chunk} if begins else self.chunks | {chunk}
+        if self.coder.feedback:
+            self.scale.follow()
         for index, message in enumerate(messages):
             tensor = message.tensor
             self._check_shape(index, chunk, tensor)
@@ -85,6 +95,8 @@ class Direction:
             self.statistics.dense_bytes += tensor.nbytes
             if self.coder.takes(tensor, self.smallest):
                 message.tensor = self.wire(self.sent, chunk, index, tensor)
+                if begins:
+                    self.coder.drop_if_foreign(tensor, index)
                 self.coder.encode(tensor, message.tensor, index)
             self.statistics.bytes_sent += message.tensor.nbytes
         return messages
@@ -121,8 +133,10 @@ class Direction:
 class StageCompression:
     """The codes between stages, once they are installed: their statistics, their state, and the way back."""
 
-    def __init__(self, stages: Sequence[Any], directions: Sequence[tuple[Direction, Direction]]) -> None:
-        self._stages, self._directions = tuple(stages), tuple(directions)
+    def __init__(
+        self, stages: Sequence[Any], directions: Sequence[tuple[Direction, Direction]], scale: ResidualScale
+    ) -> None:
+        self._stages, self._directions, self._scale = tuple(stages), tuple(directions), scale
         for stage, (forward, backward) in zip(stages, directions, strict=True):
             wraps = (
                 forward.send,
@@ -143,10 +157,12 @@ class StageCompression:
                 total.messages += one.statistics.messages
                 total.dense_bytes += one.statistics.dense_bytes
                 total.bytes_sent += one.statistics.bytes_sent
+                total.residuals_dropped += int(one.coder.dropped)
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Draws and residuals of this rank's stages, by stage."""
+        """Draws and residuals of this rank's stages, by stage; residuals without the loss scale."""
+        self._scale.follow()
         return {str(stage.stage_index): self._state_of(pair) for stage, pair in self._pairs()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,16 +179,16 @@ class StageCompression:
                 mine = state[str(stage.stage_index)][key]
                 one.coder.draw.copy_(mine["draw"])
                 one.coder.residuals = {k: r.to(stage.device, copy=True) for k, r in mine["residuals"].items()}
+        self._scale.begin()
 
     def _pairs(self) -> Iterator[tuple[Any, tuple[Direction, Direction]]]:
         return zip(self._stages, self._directions, strict=True)
 
-    @staticmethod
-    def _state_of(pair: tuple[Direction, Direction]) -> dict[str, Any]:
+    def _state_of(self, pair: tuple[Direction, Direction]) -> dict[str, Any]:
         return {
             key: {
                 "draw": one.coder.draw.clone(),
-                "residuals": {index: residual.clone() for index, residual in one.coder.residuals.items()},
+                "residuals": {index: residual / self._scale.scale for index, residual in one.coder.residuals.items()},
             }
             for key, one in zip(KINDS, pair, strict=True)
         }
@@ -191,6 +207,7 @@ def compress_stage(
     *,
     rotate: bool = True,
     error_feedback: bool = False,
+    grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
     smallest: int = 1024,
     seed: int = 0,
 ) -> StageCompression:
@@ -214,6 +231,9 @@ def compress_stage(
             which cost others of their block their precision (He et al., "TAH-Quant", arXiv 2506.01352, 2025).
         error_feedback: add what a gradient's code left out to the next micro-batch's gradient ("lazy error
             propagation": Song et al., "Optimus-CC", ASPLOS 2023). Codes are those with which a residual stays bounded.
+        grad_scaler: the GradScaler that scales the loss, or a function that returns the loss scale of the present step.
+            Residuals follow the scale, and a step that the GradScaler skips leaves them as they were before it.
+            Without it, a residual that is far larger than a step's first gradient is dropped, and counted.
         smallest: tensors of fewer elements travel as they are.
         seed: of stochastic codes.
 
@@ -230,6 +250,8 @@ def compress_stage(
     described: dict[str, Any] = {}
     try:
         described = _description(given, codec, backward, rotate, error_feedback, smallest, seed)
+        described["grad_scaler"] = "given" if grad_scaler is not None else "None"
+        scale = ResidualScale(grad_scaler)
     except (TypeError, ValueError) as error:
         problem = error
     group = next((getattr(stage, "group", None) for stage in given), None) or dist.group.WORLD
@@ -244,9 +266,10 @@ def compress_stage(
     for stage in given:
         made = coders(stage.stage_index, codec, backward, rotate, error_feedback, seed, stage.device)
         names = (f"stage {stage.stage_index}: {what}" for what in ("activation", "gradient"))
-        forward, back = (Direction(name, coder, smallest) for name, coder in zip(names, made, strict=True))
+        forward, back = (Direction(name, coder, smallest, scale) for name, coder in zip(names, made, strict=True))
         pairs.append((forward, back))
-    return StageCompression(given, pairs)
+        scale.coders.append(back.coder)
+    return StageCompression(given, pairs, scale)
 
 
 def _description(

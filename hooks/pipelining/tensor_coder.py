@@ -27,6 +27,20 @@ def hadamard(device: torch.device) -> Tensor:
     return matrix / SIDE**0.5
 
 
+@cache
+@torch.inference_mode(False)
+def largest_ratio(codec: Codec) -> float:
+    """The norm of a residual by that of the next tensor above which they have no scale in common.
+
+    A code that leaves out the share q of a tensor's norm keeps a residual of at most q / (1 - q) times the largest
+    norm; gradients of successive micro-batches have norms within a factor of eight.
+    """
+    x = torch.randn(4096, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
+    left, wire = torch.zeros_like(x), torch.empty(codec.wire_bytes(len(x)), dtype=torch.uint8, device="cpu")
+    codec.encode_feedback(x, left, wire, new_draw(0), codec.workspace(len(x), x.device))
+    return 8 / (1 - min(0.999, float(left.norm() / x.norm())))
+
+
 @dataclass
 class Scratch:
     """Memory for tensors of one length."""
@@ -46,6 +60,9 @@ class TensorCoder:
             block's norm is for (He et al., "TAH-Quant", arXiv 2506.01352, 2025).
         draw: for stochastic codes; each code takes its next step.
         feedback: what a code leaves out of a tensor is added to the next one of the same index, the next micro-batch's.
+
+    Attributes:
+        dropped: the number of residuals that were of another scale, int64 [] on their device.
     """
 
     codec: Codec
@@ -54,6 +71,7 @@ class TensorCoder:
     feedback: bool = False
     residuals: dict[str, Tensor] = field(default_factory=dict)
     scratch: dict[tuple[int, torch.device], Scratch] = field(default_factory=dict)
+    dropped: Tensor | int = 0
 
     def length(self, numel: int) -> int:
         """Elements that are encoded: a rotation takes zeros where its last 256 are not full."""
@@ -115,6 +133,16 @@ class TensorCoder:
             self.codec.encode_feedback(flat, residual, wire, self.draw, scratch.workspace)
         else:
             self.codec.encode(flat, wire, self.draw, scratch.workspace)
+
+    @torch.no_grad()
+    def drop_if_foreign(self, tensor: Tensor, index: int) -> None:
+        """Drop a residual beside which the tensor is nearly nothing: it is of a gradient with another loss scale."""
+        residual = self.residuals.get(str(index))
+        if residual is not None:
+            norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+            foreign = torch.linalg.vector_norm(residual) > norm * largest_ratio(self.codec)
+            residual.mul_(~foreign)
+            self.dropped = self.dropped + foreign
 
     @torch.no_grad()
     def decode(self, wire: Tensor, out: Tensor) -> None:

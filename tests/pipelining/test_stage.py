@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -302,6 +303,83 @@ def test_a_state_goes_on_where_it_was(rank: int) -> None:
     state.close()
 
 
+class Scaled:
+    """A pipeline with error feedback, whose loss is scaled."""
+
+    def __init__(self, schedule: str, codec: Codec = QSGD(bits=4, rounding="nearest"), **how: Any) -> None:  # noqa: B008
+        self.pipeline = Pipeline(schedule, backward=codec)
+        self.mine, self.scale = Rank(self.pipeline), 1.0
+        self.mine.schedule._loss_fn = lambda output, target: loss_of(output, target) * self.scale
+        if "grad_scaler" in how:
+            how["grad_scaler"] = how["grad_scaler"](self)
+        self.compression = compress_stage(
+            self.mine.stages, QSGD(bits=8, rounding="nearest"), codec, smallest=0, error_feedback=True, **how
+        )
+
+    def step(self, step: int, factor: float = 1.0) -> list[Tensor]:
+        """The gradients, in units of the loss."""
+        x, y = self.pipeline.data(step)
+        found = [g / self.scale for grads in self.mine.step(x * factor, y).values() for g in grads]
+        return found
+
+    def residuals(self) -> list[Tensor]:
+        state = self.compression.state_dict()
+        return [t for key in sorted(state) for _, t in sorted(state[key]["gradients"]["residuals"].items())]
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> None:
+    assert len(these) == len(those)
+    assert all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
+
+
+@on_ranks(2)
+def test_residuals_follow_the_loss_scale(rank: int) -> None:
+    for schedule in SCHEDULES:
+        plain = Scaled(schedule)
+        by_hand = Scaled(schedule, grad_scaler=lambda run: lambda: run.scale)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_factor=4.0, growth_interval=1)
+        scaled = Scaled(schedule, grad_scaler=lambda _, scaler=scaler: scaler)
+        optimizer = torch.optim.SGD([p for m in scaled.mine.mine.values() for p in m.parameters()], lr=0.0)
+        scaler.scale(torch.ones(()))  # a stage but the last scales no loss
+        for step, factor in enumerate((1.0, 1.0, math.inf, 1.0, 1e30, 1.0)):
+            by_hand.scale, scaled.scale = (1.0, 2.0**16, math.inf, 2.0**90, 1.0, 2.0**-9)[step], scaler.get_scale()
+            found = scaled.step(step, factor)
+            finite = all(bool(g.isfinite().all()) for g in found)
+            assert finite == math.isfinite(factor) or factor == 1e30
+            for p in optimizer.param_groups[0]["params"]:
+                p.grad = torch.full_like(p, math.nan) if factor > 1.0 else p.grad  # every stage must hear of it
+            scaler.step(optimizer)
+            scaler.update()
+            if factor == 1.0:
+                expected = plain.step(step)
+                same(found, expected)
+                same(by_hand.step(step), expected)
+                same(scaled.residuals(), plain.residuals())
+            else:
+                by_hand.scale = math.inf
+                by_hand.step(step)
+        kept = scaled.compression.state_dict()
+        expected = scaled.step(6)
+        scaled.compression.load_state_dict(kept)
+        same(scaled.step(6), expected)
+
+
+@on_ranks(2)
+def test_residuals_of_an_unknown_loss_scale_are_dropped(rank: int) -> None:
+    for schedule, codec in itertools.product(SCHEDULES, CODECS[1::2]):
+        plain, run = Scaled(schedule, codec), Scaled(schedule, codec)
+        for step, scale in enumerate((1.0, 1.0, 65536.0, 1.0, 1e30, 1.0, math.nan, 1.0)):
+            expected, run.scale = plain.step(step), scale
+            found = run.step(step)
+            if step % 2:
+                for a, b in zip(found, expected, strict=True):
+                    assert (a - b).abs().max() <= 2 * b.abs().max()
+            assert all(bool(t.isfinite().all()) for t in run.residuals())
+        one, other = (each.compression.statistics()["gradients"] for each in (plain, run))
+        assert one.residuals_dropped == 0
+        assert (other.residuals_dropped > 0) == (other.bytes_sent < other.dense_bytes)
+
+
 @on_ranks(2)
 def test_mistakes_are_named_on_every_rank(rank: int) -> None:
     stage = Rank(Pipeline()).stages[0]
@@ -314,6 +392,7 @@ def test_mistakes_are_named_on_every_rank(rank: int) -> None:
         ({"codec": PowerSGD(rank=2)}, "goes through the exchange 'factors'"),
         ({"codec": QSGD(), "backward": 4}, "backward=4: expected a codec"),
         ({"codec": QSGD(), "rotate": 1}, "rotate=1: expected True or False"),
+        ({"codec": QSGD(), "grad_scaler": 2.0}, "grad_scaler=2.0: expected the torch.amp.GradScaler"),
         ({"codec": QSGD(), "smallest": -1}, "smallest=-1: expected a number of elements"),
     ]
     for arguments, message in mistakes:
