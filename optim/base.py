@@ -235,7 +235,8 @@ class ExchangingOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Torch's state_dict, with this rank's residuals under "gradwire". It loads on the same rank of the same number
-        of ranks: save one on each."""
+        of ranks: save one on each. Residuals that a rank keeps for its slice are folded into its own, here and in the
+        running state: this run and a resumed one go on with the same bits."""
         self._running().settle()
         return {**super().state_dict(), KEY: self._checkpoint.of_rank()}
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .gradients import checkpoint
+from .gradients.arguments import parameters_of
 from .gradients.residuals import CompressionState
+from .optimizer_state import put_together, taken_apart
 from .process_sets import ProcessSet, global_process_set
 from .runtime.context import world
 from .runtime.handles import (
@@ -85,15 +87,27 @@ def broadcast_object(
         ValueError: the root's cannot be pickled; on every rank.
     """
     is_root = world().rank == root_rank
-    length, data, problem = _packed(obj if is_root else None)
-    base = name and f"object.{name}"
-    _broadcast(length, root_rank, base and f"{base}.size", process_set)
-    if not is_root:
-        data = torch.empty(abs(int(length)), dtype=torch.uint8, device="cpu")
-    _broadcast(data, root_rank, base, process_set)
-    if length < 0:
-        raise _not_packed("broadcast_object", [_from_bytes(data)], problem)
+    pack = partial(_to_bytes, obj) if is_root else None
+    data = _from_root("broadcast_object", pack, root_rank, name and f"object.{name}", process_set)
     return obj if is_root else _from_bytes(data)
+
+
+def _from_root(
+    kind: str,
+    pack: Callable[[], Tensor] | None,
+    root: int,
+    base: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The bytes that `pack` gives on the root, which alone has it. Raises ValueError on every rank if it raises."""
+    length, data, problem = _packed(pack or (lambda: torch.empty(0, dtype=torch.uint8, device="cpu")))
+    _broadcast(length, root, base and f"{base}.size", process_set)
+    if pack is None:
+        data = torch.empty(abs(int(length)), dtype=torch.uint8, device="cpu")
+    _broadcast(data, root, base, process_set)
+    if length < 0:
+        raise _not_packed(kind, [_from_bytes(data)], problem)
+    return data
 
 
 def _broadcast(tensor: Tensor, root: int, name: str | None, process_set: ProcessSet) -> None:
@@ -108,7 +122,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         ValueError: some rank's cannot be pickled; on every rank.
     """
-    length, data, problem = _packed(obj)
+    length, data, problem = _packed(partial(_to_bytes, obj))
     base = name and f"object.{name}"
     sizes_key = key_of("allgather", base and f"{base}.size", process_set)
     sizes = synchronize(submit(allgather_operation(sizes_key, [length]), first))
@@ -120,14 +134,14 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     return found
 
 
-def _packed(obj: Any) -> tuple[Tensor, Tensor, Exception | None]:
-    """Length, bytes and None; for an object that has no bytes, a length below 0, a message and the error.
+def _packed(pack: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Exception | None]:
+    """Length, bytes and None; if `pack` raises, a length below 0, a message and the error.
 
     The other ranks wait for a message in any case.
     """
     problem = None
     try:
-        data = _to_bytes(obj)
+        data = pack()
     except Exception as error:  # whatever the object's own methods raise
         # With the rank: where some have joined, there are fewer messages than ranks.
         problem, data = error, _to_bytes(f"rank {world().rank}: {type(error).__name__}: {error}")
@@ -150,10 +164,10 @@ def _to_bytes(obj: Any) -> Tensor:
 
 def _from_bytes(data: Tensor) -> Any:
     # From the other ranks of this very job, which run the same script.
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location=_here, weights_only=False)
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location=here, weights_only=False)
 
 
-def _here(storage: Any, location: str) -> Any:
+def here(storage: Any, location: str) -> Any:
     """Move a tensor of some rank's GPU to this rank's."""
     if location.startswith("cuda") and torch.cuda.is_available():
         return storage.cuda(torch.cuda.current_device())
@@ -180,17 +194,20 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it belongs to the closure of one process")
     is_root = world().rank == root_rank
-    # Structure and numbers first, then the tensors, as they are, one by one.
-    tensors: list[Tensor] = []
-    outline = None
-    if is_root:
-        outline = _outline(optimizer, tensors)
-    described = broadcast_object(
-        (outline, [(t.dtype, tuple(t.shape), t.device.type) for t in tensors]) if is_root else None, root_rank
-    )
+    # Structure and numbers first, then the tensors' memory, as it is, one by one.
     counts = [len(group["params"]) for group in optimizer.param_groups]
-    theirs = [len(group["params"]) for group in described[0]["param_groups"]]
     state: CompressionState | None = getattr(optimizer, "_compression_state", None)  # of a DistributedOptimizer
+    own = None if state is None or not is_root else checkpoint.shared(state)
+    memories: list[Tensor] = []
+
+    def described() -> Tensor:
+        data, places, found = taken_apart(optimizer, gradwire=own)
+        memories.extend(found)
+        shared = None if own is None else {**own, "residuals": own["residuals"] and {}, "vectors": {}}
+        return _to_bytes((counts, shared, data, places))
+
+    packed = _from_root("broadcast_optimizer_state", described if is_root else None, root_rank)
+    theirs, shared, data, places = _from_bytes(packed)
     every = allgather_object((counts, None if state is None or not state.included else not state.feedback))
     if any(other != theirs for other, _ in every):
         raise ValueError(
@@ -198,68 +215,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
             "all ranks"
         )
     if state is not None:
-        checkpoint.check_broadcast(state, described[0].get("gradwire"), [fresh for _, fresh in every])
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        checkpoint.check_broadcast(state, shared, [fresh for _, fresh in every])
     if not is_root:
-        tensors = [
-            torch.empty(shape, dtype=dtype, device=device if kind == "cuda" else "cpu")
-            for dtype, shape, kind in described[1]
-        ]
-    tensors = [t.contiguous() for t in tensors]
-    broadcast_parameters([(f"optimizer.{i}", t) for i, t in enumerate(tensors)], root_rank)
+        memories = [place.make(parameters_of(optimizer)) for place in places]
+    broadcast_parameters([(f"optimizer.{i}", t) for i, t in enumerate(memories) if t.numel()], root_rank)
     if not is_root:
-        saved = _filled(described[0], tensors)
-        compression = saved.pop("gradwire", None)
-        # The wrapped class's own method: a DistributedOptimizer's would drop this rank's residuals.
-        torch.optim.Optimizer.load_state_dict(optimizer, saved)
-        _undo_casts(optimizer, saved)
+        compression = put_together(optimizer, data, places, memories)["gradwire"]
         if state is not None:
             checkpoint.follow_broadcast(state, compression)
-
-
-def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-    """Restore dtypes: loading casts a state to its parameter's, and the root's may be another, such as float32."""
-    for theirs, group in zip(loaded["param_groups"], optimizer.param_groups, strict=True):
-        for number, p in zip(theirs["params"], group["params"], strict=True):
-            for name, value in loaded["state"].get(number, {}).items():
-                have = optimizer.state[p][name]
-                if isinstance(value, Tensor) and value.dtype != have.dtype:
-                    optimizer.state[p][name] = value.to(have.device)
-
-
-class _Placeholder:
-    """Stands for a tensor, by its number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def _outline(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> dict[str, Any]:
-    """The state dict with placeholders for its tensors, which are put into `tensors`."""
-    state = torch.optim.Optimizer.state_dict(optimizer)
-    compression = getattr(optimizer, "_compression_state", None)
-    if compression is not None:
-        state["gradwire"] = checkpoint.shared(compression)
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.layout == torch.strided:  # others, as of sparse gradients, go as objects
-            tensors.append(value.detach())
-            return _Placeholder(len(tensors) - 1)
-        return _mapped(value, replace)
-
-    outline: dict[str, Any] = replace(state)
-    return outline
-
-
-def _filled(outline: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(outline, _Placeholder):
-        return tensors[outline.number]
-    return _mapped(outline, lambda value: _filled(value, tensors))
-
-
-def _mapped(value: Any, function: Any) -> Any:
-    if isinstance(value, collections.abc.Mapping):
-        return {key: function(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(function(item) for item in value)
-    return value

@@ -342,7 +342,8 @@ class _Distributed(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer's; with a codec, also what this rank's compression has left out. An optimizer that knows
         nothing of that can load it. To go on exactly, save one for each rank; `PowerSGD` by "factors" goes on with
-        nothing lost, but with other bits."""
+        nothing lost, but with other bits. Residuals that a rank keeps for its slice are folded into its own, here and
+        in the running state."""
         state = super().state_dict()
         if self._reducer.state is not None:
             here = world()

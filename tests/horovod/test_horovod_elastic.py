@@ -17,6 +17,7 @@ from gradwire import TopK
 from gradwire.hooks.horovod.elastic import state as elastic_state
 from ranks import Pool, on_ranks
 from test_horovod_operations import equal, raised
+from test_horovod_optimizer import nested, outlined
 from torch import nn
 
 Ranks = Callable[[int], Pool]
@@ -165,6 +166,43 @@ def committed(rank: int, folder: str) -> None:
 @WORLDS
 def test_commits_are_kept_in_memory_and_on_disk(ranks: Ranks, world: int, tmp_path: Path) -> None:
     ranks(world).run(committed, str(tmp_path))
+
+
+def restored(rank: int, folder: str) -> None:
+    hvd.init()
+    os.environ["GRADWIRE_ELASTIC_DIR"] = folder
+
+    def made(seed: int) -> tuple[nn.Linear, Any]:
+        model = nn.Linear(3, 2, dtype=torch.bfloat16)
+        optimizer: Any = torch.optim.Adam(model.parameters())
+        for p in model.parameters():
+            optimizer.state[p] = nested(p, seed)
+        del optimizer.state[model.bias]["parameter"]
+        return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=TopK(0.3))
+
+    model, optimizer = made(3)
+    expected = outlined(optimizer)
+    state: Any = hvd.elastic.TorchState(model, optimizer)
+    for p in model.parameters():  # a step that fails on the way
+        optimizer.state[p]["by dimension"][0].add_(1)
+        optimizer.state[p]["deque"].append(7)
+        optimizer.state[p]["step"] = "another"
+    assert outlined(optimizer) != expected
+    state.restore()
+    assert outlined(optimizer) == expected
+    assert optimizer.state[model.weight].pop("parameter")[0] is model.weight
+    for p in model.parameters():  # torch.save refuses memory that is seen as two dtypes
+        optimizer.state[p]["views"] = optimizer.state[p]["views"][::2]
+    expected = outlined(optimizer)
+    state.commit()
+    other, again = made(4)
+    assert hvd.elastic.TorchState(other, again)._load_commit()
+    assert outlined(again) == expected
+    del os.environ["GRADWIRE_ELASTIC_DIR"]
+
+
+def test_any_optimizer_state_is_restored_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(restored, str(tmp_path))
 
 
 @on_ranks(2)

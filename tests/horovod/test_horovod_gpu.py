@@ -129,9 +129,9 @@ def test_objects_of_other_ranks_come_to_this_ranks_gpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     storage: Any = SimpleNamespace(cuda=places.append)
-    functions._here(storage, "cuda:0")
+    functions.here(storage, "cuda:0")
     assert places == [1]
-    assert functions._here(storage, "cpu") is storage
+    assert functions.here(storage, "cpu") is storage
     buffer = io.BytesIO()
     torch.save({"x": torch.ones(2)}, buffer)
     loaded = functions._from_bytes(torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8))

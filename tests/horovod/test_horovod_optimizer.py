@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import itertools
@@ -15,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import gradwire.hooks.horovod as hvd
+import numpy
 import pytest
 import torch
 from gradwire import CODECS, QSGD, ChunkedTopK, Codec, OneBit, Residual, TernGrad, TopK
@@ -1046,6 +1048,78 @@ def test_a_state_arrives_as_it_is_on_the_root(rank: int) -> None:
     equal(momentum, hvd.broadcast(momentum, 0))
     buffer = sparse.state[embedding.weight]["momentum_buffer"].to_dense()
     equal(buffer[3], [1.0, 1.0])
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def nested(p: nn.Parameter, seed: int) -> dict[str, Any]:
+    """A state as published optimizers have them, and more: containers of tensors, bytes, shapes, shared memory."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(12, generator=generator)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn)
+    every = [whole.mul(50).abs().to(dtype) for dtype in dtypes]
+    return {
+        "step": seed + 0.5,
+        "by dimension": dict(enumerate(every)),
+        "ordered": collections.OrderedDict(b=every[0], a=[every[1], None]),
+        "deque": collections.deque([Pair(every[2], f"rank {seed}")], maxlen=3),
+        "plain": (p.shape, p.dtype, bytes([seed]), range(seed, 9), {seed}, numpy.float16(seed), numpy.arange(seed + 1)),
+        "views": (whole[2:8].view(2, 3).t(), whole.view(torch.complex64), whole[:1].expand(4), whole[:0]),
+        "sparse": torch.eye(3).mul(seed).to_sparse(),
+        "parameter": (p, p.detach()),
+    }
+
+
+def outline(value: Any, seen: dict[int, int]) -> Any:
+    """A value's types and bits; tensors that share memory have equal numbers."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            return value.shape, outline(value._indices(), {}), outline(value._values(), {})
+        memory = value.untyped_storage()
+        number = seen.setdefault(memory._cdata, len(seen))
+        place = value.stride(), value.storage_offset(), str(value.device)
+        return type(value), value.dtype, value.shape, place, number, bytes(memory.tolist())
+    if isinstance(value, dict):
+        return type(value), [(key, outline(item, seen)) for key, item in value.items()]
+    if isinstance(value, list | tuple | collections.deque):
+        return type(value), getattr(value, "maxlen", None), [outline(item, seen) for item in value]
+    return type(value), repr(value)
+
+
+def outlined(optimizer: Any) -> Any:
+    seen: dict[int, int] = {}
+    groups = [{name: v for name, v in group.items() if name != "params"} for group in optimizer.param_groups]
+    states = [optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]]
+    return outline([groups, states, optimizer.state.get("all")], seen)
+
+
+@on_ranks(2)
+def test_any_state_arrives_with_its_types_bits_and_shared_memory(rank: int) -> None:
+    hvd.init()
+    for dtype, fresh, distributed in itertools.product((torch.float32, torch.bfloat16), (False, True), (False, True)):
+        parameters = [nn.Parameter(torch.ones(3, 4, dtype=dtype)), nn.Parameter(torch.ones(2, dtype=dtype))]
+        optimizer: Any = torch.optim.Adam(parameters, lr=torch.tensor(0.1 * (rank + 1)), capturable=False)
+        if rank == 1 or not fresh:
+            for p in parameters:
+                optimizer.state[p] = nested(p, rank + 1)
+            optimizer.state[parameters[1]]["shared"] = optimizer.state[parameters[0]]["by dimension"]
+            optimizer.state["all"] = [torch.ones(2).mul(rank), "text"]
+            optimizer.param_groups[0] |= {"initial_lr": [torch.ones(1), rank], "name": f"group {rank}"}
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(optimizer, zip("ab", parameters, strict=True), compression=TopK(0.1))
+        called: list[Any] = []
+        optimizer.register_load_state_dict_post_hook(called.append)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        here, root = hvd.allgather_object(outlined(optimizer))
+        assert here == root
+        assert len(called) == (rank != 1)
+        assert optimizer.state[parameters[0]]["parameter"][0] is parameters[0]
+        assert optimizer.param_groups[0]["params"][1] is parameters[1]
+    parameters = [nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    optimizer.state[parameters[0]]["function"] = lambda: None
+    assert "rank 0" in raised(ValueError, partial(hvd.broadcast_optimizer_state, optimizer, root_rank=0))
 
 
 @on_ranks(2)

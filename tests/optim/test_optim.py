@@ -274,7 +274,7 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def resumed(rank: int, name: str) -> tuple[bool, str]:
-    """Stopped after step 4 and gone on with, by another optimizer, against one that never stopped."""
+    """Stopped after step 4 and gone on with, by another optimizer, against one that is saved and never stopped."""
     make, options = MAKERS[name]
     made = parameters()
     optimizer: Any = make(made, **options)

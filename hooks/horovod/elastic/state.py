@@ -19,6 +19,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ import torch
 from torch import nn
 
 from ..errors import HorovodInternalError, HostsUpdatedInterrupt
-from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters, here
+from ..gradients.arguments import parameters_of
+from ..optimizer_state import values_kept
 from ..runtime.context import init, local_rank, rank, shutdown
 from ..runtime.launch import private_folder
 from .sampler import ElasticSampler
@@ -132,7 +135,7 @@ class TorchState:
         path = commit_file()
         if path is None or not path.exists():
             return False
-        data = torch.load(path, map_location="cpu", weights_only=False)
+        data = torch.load(path, map_location=here, weights_only=False)
         if sorted(data["state"]) != sorted(self._names):
             raise ValueError(
                 f"{path} was committed with {sorted(data['state'])}, this state has {sorted(self._names)}: "
@@ -165,15 +168,23 @@ class TorchState:
         if consolidated and hasattr(value, "consolidated_state_dict"):
             return value.consolidated_state_dict()
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            return copy.deepcopy(value.state_dict())
+            return self._copy(value, value.state_dict())
         return copy.deepcopy(value)
 
     def _put(self, name: str, snapshot: Any) -> None:
         value = getattr(self, name)
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            value.load_state_dict(copy.deepcopy(snapshot))
+            with values_kept(value) if isinstance(value, torch.optim.Optimizer) else nullcontext():
+                value.load_state_dict(self._copy(value, snapshot))
         else:
             setattr(self, name, copy.deepcopy(snapshot))
+
+    @staticmethod
+    def _copy(owner: Any, state: Any) -> Any:
+        """A copy, in which an optimizer's parameters, and what shares their memory, stay themselves."""
+        mine = parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else []
+        memories = {p.untyped_storage()._cdata: p.untyped_storage() for p in mine}
+        return copy.deepcopy(state, {**{id(p): p for p in mine}, "torch": memories})
 
     def _load(self, state: dict[str, Any]) -> None:
         for name, snapshot in state.items():
