@@ -70,7 +70,7 @@ class Pipeline:
         return x, y
 
     def compress(self, stages: list[Any]) -> Any:
-        how = {"rotate": self.rotate, "error_feedback": self.error_feedback}
+        how: dict[str, Any] = {"rotate": self.rotate, "error_feedback": self.error_feedback}
         return compress_stage(stages, self.codec, self.backward, smallest=0, **how)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 
-import numba
+from numba.core import config
 
 from .. import Backend, Kernels
 from .entries import Entries
@@ -43,7 +43,7 @@ KERNELS: dict[str, Kernels] = {
 }
 KERNELS["outliers"] = Outliers(KERNELS, Entries())
 BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), LowPrecision(), Vectors())
-if numba.config.DISABLE_JIT:  # our kernels read addresses, which Python cannot
+if config.DISABLE_JIT:  # type: ignore[attr-defined]  # our kernels read addresses, which Python cannot
     from .. import reference
 
     BACKEND = reference.BACKEND

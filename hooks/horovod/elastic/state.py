@@ -184,7 +184,8 @@ class TorchState:
         """A copy, in which an optimizer's parameters, and what shares their memory, stay themselves."""
         mine = parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else []
         memories = {p.untyped_storage()._cdata: p.untyped_storage() for p in mine}
-        return copy.deepcopy(state, {**{id(p): p for p in mine}, "torch": memories})
+        memo: dict[Any, Any] = {id(p): p for p in mine} | {"torch": memories}
+        return copy.deepcopy(state, memo)
 
     def _load(self, state: dict[str, Any]) -> None:
         for name, snapshot in state.items():
