@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .advisor import advise, priority
 from .codec import codecs, entropy_coding, patches
 from .common import report
 from .elastic import elastic
@@ -33,7 +32,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
 PAGE = DOCS / "benchmark-tables.md"
 COMMANDS: dict[str, ModuleType] = {
-    "advise": advise,
     "allreduce": allreduce,
     "codecs": codecs,
     "elastic": elastic,
@@ -45,7 +43,6 @@ COMMANDS: dict[str, ModuleType] = {
     "paired": paired,
     "patch": patches,
     "pipeline": pipeline,
-    "priority": priority,
     "profile": profile,
     "step": step,
     "train": train,
@@ -82,7 +79,7 @@ class Publication:
         if getattr(options, "simulate", None):
             return False
         rates = getattr(options, "rates", None) or [getattr(options, "rate", None)]
-        return any(rate not in (None, "none") for rate in rates) or getattr(options, "check", False)
+        return any(rate not in (None, "none") for rate in rates)
 
 
 #: Beginnings that commands share, by name.
@@ -180,8 +177,6 @@ learn-large-sgd: {learn} --task large --optimizer sgd --world 2 --batch 8 --step
 *train-small: train --task small --readings 8 --timed 4
 *train-small-adamw: train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8
     --readings 8 --timed 4
-advise-check: advise --check
-priority: priority
 *profiling: profile --rate 1gbit
 *allreduce: allreduce --world 8 --repeats 3
 allreduce-bytes: allreduce --world 8 --numel 25600000 --density 0.01 --overlap 0 --arms gather split-k --repeats 2

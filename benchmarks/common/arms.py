@@ -338,9 +338,6 @@ DEMONSTRATED = {name: ARMS[name] for name in (DENSE, BASELINE)} | {
     for name, colour, times in (("7x", "#0072B2", 7), ("20x", "#D55E00", 20), ("100x", "#CC79A7", 100))
 }
 
-#: `gradwire-bench advise`'s, PyTorch's own ways first.
-PREDICTED = tuple(ARMS[name] for name in (DENSE, BASELINE, "onebit", "topk", "topk-0.1", "qsgd", "terngrad"))
-
 #: `gradwire-bench hsdp`'s, between replicas of a sharded model; `bits` are those of FSDP's own reductions.
 HSDP = "hsdp"
 REPLICATED = {

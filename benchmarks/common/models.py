@@ -1,10 +1,14 @@
-"""Models to time: linear layers, and those that come along for `gradwire-bench advise`.
+"""Models to time: linear layers, those that come along, and a user's own.
 
-For that, a model is a function without arguments that returns a model and a function from it to a loss on an example
-batch."""
+For `gradwire-bench advise` a model is a function without arguments that returns a model and a function from it to a
+loss on an example batch."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -12,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...compress.codec import DTYPES
 from .language_model import VOCABULARY, LanguageModel
 
 Built = tuple[nn.Module, Callable[[nn.Module], Tensor]]
@@ -142,3 +147,107 @@ class ResidualNetwork(nn.Module):
         x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 3, 2, 1)
         result: Tensor = self.head(self.blocks(x).mean((2, 3)))
         return result
+
+
+def residual() -> Built:
+    """ResNet-50 on 8 images of 224 x 224."""
+    x, y = torch.randn(8, 3, 224, 224), torch.randint(1000, (8,))
+    return ResidualNetwork(), lambda model: F.cross_entropy(model(x), y)
+
+
+def transformer() -> Built:
+    """25 million parameters on 8 texts of 128 bytes."""
+    text = torch.randint(VOCABULARY, (8, 129))
+    model = LanguageModel(width=512, layers=8, heads=8, context=128)
+    return model, lambda model: F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+#: Models that come along for `--model`, by their short names.
+NAMED = {function.__name__: function for function in (linear, small, language)}
+
+
+class ModelError(ValueError):
+    """`--model` cannot be measured; says why and what to do."""
+
+
+def load(name: str) -> Built:
+    """The model that `--model` names, and its loss.
+
+    Raises:
+        ModelError: it is not there, or not what it should be.
+    """
+    if name in NAMED:
+        torch.manual_seed(0)
+        return NAMED[name]()
+    module_name, _, attribute = name.partition(":")
+    here = f"--model {name}"
+    if not module_name or not attribute:
+        raise ModelError(f"{here}: expected module:function, such as train:build, or one of {', '.join(NAMED)}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ModelError(f"{here}: importing {module_name} failed: {_last(error)}") from error
+        raise ModelError(
+            f"{here}: there is no module {error.name!r}: run this in the folder that holds it, or install it"
+        ) from error
+    except Exception as error:
+        raise ModelError(f"{here}: importing {module_name} failed: {_last(error)}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        kind = "has no" if function is None else "has a value, not a function,"
+        raise ModelError(f"{here}: module {module_name} {kind} {attribute!r}: write a function that builds the model")
+    torch.manual_seed(0)
+    try:
+        built = function()
+    except Exception as error:
+        raise ModelError(f"{here}: {attribute}() failed: {_last(error)}") from error
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module) and callable(built[1])):
+        found = f"({', '.join(type(b).__name__ for b in built)})" if isinstance(built, tuple) else type(built).__name__
+        raise ModelError(
+            f"{here}: {attribute}() returned {found}: expected a tuple (model, loss), where loss(model) runs the model "
+            "on an example batch and returns a scalar"
+        )
+    _check(here, *built)
+    return built
+
+
+def _check(here: str, model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
+    """Raises ModelError unless a step of the model gives every parameter a gradient that can be exchanged."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ModelError(f"{here}: the model has no parameter that requires a gradient: there is nothing to exchange")
+    devices = sorted({str(p.device) for p in trained.values()})
+    if len(devices) > 1:
+        raise ModelError(f"{here}: the model lies on {', '.join(devices)}: put all of it on one device")
+    try:
+        value = loss(model)
+    except Exception as error:
+        raise ModelError(f"{here}: loss(model) failed: {_last(error)}") from error
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found = "a tensor without a gradient"
+        raise ModelError(f"{here}: loss(model) returned {found}: expected a scalar to call backward() on")
+    if not bool(torch.isfinite(value)):
+        raise ModelError(f"{here}: loss(model) is {value.item()}: it must be finite; look at the batch and the weights")
+    value.backward()
+    for name, parameter in trained.items():
+        if parameter.grad is None:
+            raise ModelError(
+                f"{here}: loss(model) does not use parameter {name!r}: set its requires_grad to False, or use it"
+            )
+        if parameter.grad.layout != torch.strided or parameter.dtype not in DTYPES:
+            kind = "sparse" if parameter.grad.layout != torch.strided else str(parameter.dtype)
+            raise ModelError(
+                f"{here}: the gradient of {name!r} is {kind}: gradwire compresses dense floats of 16 or 32 bits"
+            )
+    model.zero_grad()
+
+
+def _last(error: Exception) -> str:
+    """An exception, and where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"

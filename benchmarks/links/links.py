@@ -12,7 +12,8 @@ too, so nothing outside is touched), and limits what each rank sends with a toke
 that, the scheduler netem, is missing in many kernels; so these are TUN devices, and packets wait in a process,
 `delay`.
 
-Both need root and iproute2. `Loopback` has the same interface without any of that, and without shaping.
+Both need iproute2, and root or a user namespace (`as_root_of_its_own`). `Loopback` has the same interface without
+any of that, and without shaping.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +48,7 @@ def missing(distance: Distance | None = None) -> str | None:
     if not sys.platform.startswith("linux"):
         return f"shaped links need Linux's network namespaces, which {sys.platform} does not have"
     if os.geteuid() != 0:
-        return "shaped links need root, to make network namespaces"
+        return "shaped links need root, or user namespaces, to make network namespaces"
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool, path=_SEARCH) is None]
     if tools:
         return f"shaped links need iproute2, and {' and '.join(tools)} cannot be found: install iproute2"
@@ -63,6 +64,24 @@ def missing(distance: Distance | None = None) -> str | None:
         except OSError as error:
             return f"links with a distance need TUN devices, which this machine refuses to make ({error})"
     return None
+
+
+def as_root_of_its_own(module: str, arguments: Sequence[str]) -> None:
+    """Run a module anew in this process's place, as root of a user namespace, with a network and a /run of its own.
+
+    Returns where that is of no use, or the machine makes no such namespaces.
+    """
+    unshare = [_which("unshare"), "--user", "--map-root-user", "--net", "--mount", "sh", "-c"]
+    begin = 'mount -t tmpfs none /run && ip link set lo up && exec "$@"'
+    if os.geteuid() == 0 or not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError):
+        if subprocess.run([*unshare, begin, "sh", "true"], check=False, capture_output=True).returncode == 0:
+            os.execvp(unshare[0], [*unshare, begin, "sh", sys.executable, "-m", module, *arguments])
+
+
+class NoRoot(LinkError):
+    """Links need root; where there are user namespaces, everybody can be (`as_root_of_its_own`)."""
 
 
 class Loopback(Processes):
@@ -153,7 +172,7 @@ class ShapedLinks(Loopback):
     def __enter__(self) -> Self:
         reason = missing(self.distance)
         if reason is not None:
-            raise LinkError(reason)
+            raise (NoRoot if os.geteuid() else LinkError)(reason)
         remove_leftovers()
         try:
             self._make()

@@ -29,11 +29,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..advisor.priority import MODELS
 from ..common import report
 from ..common.arguments import add_arms, add_layers, add_output, add_turns
 from ..common.arms import ARMS, TRAINED, Arm, Installed
-from ..common.models import Built, Classifier, Experts, Tables, perceptron
+from ..common.models import Built, Classifier, Experts, Tables, perceptron, residual, transformer
 from ..learning import tasks, train
 from ..links import flags
 from ..links.driver import average, document, measured
@@ -46,8 +45,11 @@ DRAWN = {
     EXPERTS: "16 experts of 0.5 M parameters, one a sample",
     HEAD: "a head of 50,000 classes and width 1024 on a small body",
 }
-#: Models whose steps `gradwire-bench priority` simulates, with what they compute on.
-TRACED = dict(zip(("residual", "transformer"), MODELS, strict=True))
+#: Models that compute for long, with their batches.
+LARGE = {
+    "residual": ("ResNet-50, batch 8", residual),
+    "transformer": ("transformer of 25 M, batch 8 x 128", transformer),
+}
 #: The reference's second model.
 AGAIN = "again"
 #: Untimed steps of a turn: memory, and the processors' caches, were others' before.
@@ -57,7 +59,7 @@ SECONDS = ("wall", "cpu")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--task", choices=(LINEAR, *DRAWN, *TRACED, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)"
+        "--task", choices=(LINEAR, *DRAWN, *LARGE, *tasks.TASKS), default=LINEAR, help="model (default: %(default)s)"
     )
     flags.add_links(parser, "none")
     add_arms(parser, {name: arm.title for name, arm in ARMS.items()}, ["python", "dense"])
@@ -139,10 +141,10 @@ def linear(arm: Arm, width: int, layers: int, batch: int, bucket_mb: float | Non
     return on_one_batch(arm, (model, lambda model: F.mse_loss(model(x), y)), bucket_mb, lr=1e-3)
 
 
-def traced(arm: Arm, kind: str, bucket_mb: float | None) -> Trainee:
-    """Steps of one of `TRACED`."""
+def large(arm: Arm, kind: str, bucket_mb: float | None) -> Trainee:
+    """Steps of one of `LARGE`."""
     torch.manual_seed(0)
-    return on_one_batch(arm, MODELS[TRACED[kind]](), bucket_mb, lr=1e-4, momentum=0.9)
+    return on_one_batch(arm, LARGE[kind][1](), bucket_mb, lr=1e-4, momentum=0.9)
 
 
 def drawn_batches(arm: Arm, kind: str, batch: int, bucket_mb: float | None) -> Trainee:
@@ -194,8 +196,8 @@ def measure(
         known, make = ARMS, partial(linear, width=width, layers=layers, batch=batch, bucket_mb=bucket_mb)
     elif task in DRAWN:
         known, make = ARMS, partial(drawn_batches, kind=task, batch=batch, bucket_mb=bucket_mb)
-    elif task in TRACED:
-        known, make = ARMS, partial(traced, kind=task, bucket_mb=bucket_mb)
+    elif task in LARGE:
+        known, make = ARMS, partial(large, kind=task, bucket_mb=bucket_mb)
     else:
         known, make = ARMS | TRAINED, partial(learner, tasks.TASKS[task])
     trainees = {name: [make(known[name]) for _ in range(models)] for name in arms}
@@ -273,9 +275,9 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         elif arguments["task"] in DRAWN:
             what = f"{DRAWN[arguments['task']]}, {network['parameters'] / 1e6:.1f} M parameters, "
             what += f"batch {arguments['batch']} a rank"
-        elif arguments["task"] in TRACED:
+        elif arguments["task"] in LARGE:
             size = "" if arguments["bucket_mb"] is None else f", buckets of {arguments['bucket_mb']:g} MB"
-            what = f"{TRACED[arguments['task']]}, {network['parameters'] / 1e6:.1f} M parameters{size}"
+            what = f"{LARGE[arguments['task']][0]}, {network['parameters'] / 1e6:.1f} M parameters{size}"
         else:
             what = tasks.TASKS[arguments["task"]].title
         notes = [

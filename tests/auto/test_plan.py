@@ -16,7 +16,7 @@ from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.topology import Topology, node_size
 from gradwire.hooks.core import reducer
-from gradwire.hooks.exchanges import dense
+from gradwire.hooks.exchanges import BucketSpec, Gather, TwoPass, dense
 from gradwire.hooks.network import cost, probe
 from ranks import Pool
 from torch import nn
@@ -72,6 +72,19 @@ def test_four_nodes_between_which_two_passes_go(ranks: Ranks, codec: Codec) -> N
     assert results[0][1] < 1e-5
     inner = "two_pass" if codec.block_size else "gather"
     assert all(text.startswith(f"hierarchical {inner}") for text in results[0][2])
+
+
+def test_many_buckets_share_the_wait_and_few_do_not() -> None:
+    """Of sixteen ranks gather waits once and moves much, and two_pass twice and little."""
+    line = cost.Line(0.025, 8e-9)
+    network = cost.Calibration(line, line, line, WORK, cost.Latency(*[0.025] * 3))
+    what = BucketSpec(OneBit(), cost.CodecSpeed(0.0, 0.0), 250_000, 16)
+    candidates = [exchange.estimate(network, what) for exchange in (Gather, TwoPass)]
+    assert [estimate.stages for estimate in candidates] == [1, 2]
+    assert cost.decide(candidates).name == "gather"
+    decision = cost.decide(candidates, buckets=40)
+    assert decision.name == "two_pass"
+    assert str(decision).startswith("of 40 buckets that wait together: two_pass")
 
 
 def decide(rank: int, codec: Codec, beta: float, options: dict[str, Any], inside: float | None = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import struct
 import subprocess
@@ -71,8 +72,15 @@ def test_slow_links_may_be_used_if_the_table_says_so() -> None:
         verification.check_proof({**slow, "fastest_s": 0.01}, "links", strict=False)
 
 
-def test_without_root_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def no_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary user, on a machine without user namespaces."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(links, "_which", lambda tool: f"/nowhere/{tool}")
+
+
+@pytest.mark.usefixtures("no_root")
+def test_without_root_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["step", "--rate", "1gbit"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -138,12 +146,25 @@ def test_no_distance(command: str, line: str, complaint: str, capsys: pytest.Cap
     assert complaint in capsys.readouterr().err
 
 
-def test_without_root_a_distance_is_refused_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+@pytest.mark.usefixtures("no_root")
+def test_without_root_a_distance_is_refused_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["links", "--rate", "1gbit", "--delay", "5ms", "--", "true"]) == 2
-    assert capsys.readouterr().err == "gradwire-bench: shaped links need root, to make network namespaces\n"
+    reason = "shaped links need root, or user namespaces, to make network namespaces"
+    assert capsys.readouterr().err == f"gradwire-bench: {reason}\n"
+
+
+USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+IS_USER = shutil.which("unshare") and subprocess.run([*USER, "true"], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_USER, reason="this machine refuses user namespaces")
+def test_an_ordinary_user_is_root_in_a_namespace() -> None:
+    command = ["links", "--world", "2", "--rate", "100mbit", "--no-proof", "--", "sh", "-c", "echo $MASTER_ADDR"]
+    run = [*USER, sys.executable, "-m", "gradwire.benchmarks.cli", *command]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "10.231.0.1\n"
 
 
 def test_without_tun_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

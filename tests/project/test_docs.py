@@ -217,7 +217,7 @@ def check_command(words: list[str]) -> None:
         assert arguments[0] in cli.COMMANDS, words
         if arguments[1:] != ["--help"]:
             parser = argparse.ArgumentParser()
-            cli.COMMANDS[arguments[0]][0].add_arguments(parser)
+            cli.module(arguments[0]).add_arguments(parser)
             parse(parser.parse_args, arguments[1:])
         if "--" in arguments:
             check_command(arguments[arguments.index("--") + 1 :])
@@ -231,7 +231,9 @@ def check_command(words: list[str]) -> None:
         parse(command().parse_args, arguments)
     elif name == "torchrun":
         options = parse(get_args_parser().parse_args, arguments)
-        if options.module:
+        if options.module and options.training_script == cli.__name__:
+            check_command(["gradwire-bench", *options.training_script_args])
+        elif options.module:
             assert options.training_script == demo.__name__
             parse(demo.parse, options.training_script_args)
         else:
