@@ -19,7 +19,7 @@ from ..hooks.core.checkpoint import Checkpoint
 from ..hooks.core.options import Options, check_dtypes, check_whole
 from ..hooks.core.reducer import Reducer
 from ..hooks.core.session import Session
-from ..hooks.core.statistics import Statistics
+from ..hooks.core.statistics import Counted, Statistics
 from ..hooks.local_sgd.outer_sgd import fragments_of
 from ..hooks.training.autograd_end import waited
 from ..hooks.training.grad_scaler import LossScale, ScalerSync
@@ -31,7 +31,7 @@ from .replicated import Replicas
 KEY = "gradwire"
 
 
-class ExchangingOptimizer(torch.optim.Optimizer):
+class ExchangingOptimizer(Counted, torch.optim.Optimizer):
     """A torch optimizer whose `step` is a reduction through gradwire. `step` and `consolidated_state_dict` are
     collectives, and so is constructing it: ranks compare options and parameters, and start from the first rank's
     parameters.

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from .drift import Drift
 from .planner import Choice, Plan, Planner
-from .trial import Trial
+from .trial import FALLBACK, HALF, Trial
 
 
 class Controller:
@@ -34,6 +36,13 @@ class Controller:
     def tuning(self) -> bool:
         """True during a trial."""
         return self._trial is not None and self._trial.verdict is None
+
+    @property
+    def timed(self) -> dict[str, float]:
+        """Seconds of a step by what it sent, where a trial has decided: "compressed", "bfloat16", "float32"."""
+        half = self._planner.fallback == torch.bfloat16
+        names = {HALF: "bfloat16", FALLBACK: "bfloat16" if half else "float32"}
+        return {} if self._trial is None else {names.get(name, name): s for name, s in self._trial.timed.items()}
 
     @property
     def changed(self) -> bool:

@@ -42,12 +42,13 @@ REPLAN_INTERVAL = 256
 @dataclass(frozen=True)
 class Choice:
     """The compression of a step, on which the ranks must agree. `exchange` may still be "auto" or "hierarchical";
-    `candidate` is the trial's."""
+    `candidate` is the trial's. `warmup`: number of first steps that are dense, if this is one of them."""
 
     codec: Codec
     exchange: str
     feedback: bool
     candidate: str = PLANNED
+    warmup: int = field(default=0, compare=False, repr=False)
 
     @cached_property
     def digest(self) -> int:
@@ -166,7 +167,7 @@ class Planner:
             if key not in self._speeds:
                 self._speeds[key] = probe.codec_speed(*key, numel, self.topology.all, self.device)
 
-    def plan(self, choice: Choice, numel: int, union: int, buckets: int = 1) -> tuple[Plan, str]:
+    def plan(self, choice: Choice, numel: int, union: int, buckets: int = 1) -> tuple[Plan, cost.Decision | str]:
         """The plan of a bucket of `numel` elements, and the reason.
 
         Args:
@@ -186,7 +187,7 @@ class Planner:
             return Plan(codec, name, feedback and name != "dense"), "nothing to choose from"
         plans = self._estimates(choice, numel, union)
         decision = cost.decide((estimate for _, estimate in plans.values()), buckets)
-        return plans[decision.name][0], str(decision)
+        return plans[decision.name][0], decision
 
     def make(self, plan: Plan, name: str, layout: Layout, extra: int, device: torch.device) -> Exchange:
         """Make a plan's exchange, on channels of this name."""

@@ -62,6 +62,13 @@ class Trial:
         return self.verdict or self._candidates[0]
 
     @property
+    def timed(self) -> dict[str, float]:
+        """Seconds of a step by candidate, with the plan as the one that it counts as; empty without a verdict."""
+        if self.verdict is None:
+            return {}
+        return {self._level if name == PLANNED else name: seconds for name, seconds in self.step_times.items()}
+
+    @property
     def dense_steps(self) -> int:
         """Steps from the next one on that may take the dense path: they are timed, and end before ranks agree."""
         place = (self._steps - SETTLING) % ROUND_STEPS

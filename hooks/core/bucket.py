@@ -23,6 +23,7 @@ from ..comm.ports import Port, Stages
 from ..comm.readback import Readback
 from ..comm.tasks import Clock
 from ..exchanges import Dense, Exchange, ExchangeArgs
+from ..network.cost import Decision
 
 #: Threads add to the same numbers.
 _adding = threading.Lock()
@@ -73,6 +74,7 @@ class Bucket:
             self.packing = Packing(self.numel, [*compressed, *dense])
         self.choice: Choice | None = None
         self.plan: Plan | None = None
+        self.why: Decision | str = ""
         self.clock: Clock | None = None
         self.exchange: Exchange
         #: The former exchange, until all ranks are known to have replaced it: a rank that has not still sends to it,

@@ -102,7 +102,7 @@ class Options:
             if self.strategy is not None:
                 self.strategy.check(codec)
         check_exchange(self.exchange, codec)
-        return Choice(codec, "dense" if warm else self.exchange, feedback)
+        return Choice(codec, "dense" if warm else self.exchange, feedback, warmup=self.warmup_steps if warm else 0)
 
     @property
     def keeps_all(self) -> bool:

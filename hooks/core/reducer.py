@@ -21,6 +21,7 @@ from ..timeouts import HANDSHAKE_TIMEOUT
 from ..training.grad_scaler import ScalerSync, Scaling
 from .bucket import Bucket, clock
 from .dense_path import DensePath
+from .report import report, tell
 from .session import Session
 from .sparse_gradient import SparseGradient
 from .statistics import Statistics
@@ -49,6 +50,7 @@ class Reducer:
         seed: seed of stochastic rounding.
         clean: no rank can hold a residual.
         numel: number of elements of all gradients.
+        speaks: False: another group's first rank says what is sent (`report`).
     """
 
     def __init__(
@@ -61,11 +63,15 @@ class Reducer:
         *,
         clean: bool,
         numel: int,
+        speaks: bool = True,
     ) -> None:
         self.session, self.seed, self._numel = session, seed, numel
         self._feedback, self._scaler_sync, self._statistics = feedback, scaler_sync, statistics
         self.controller = Controller(session.planner, session.pipeline.threaded, session.averaged)
         self._skips = scaler_sync.skips
+        self._speaks = speaks and session.group.rank == 0
+        #: True if a plan has been made in this step.
+        self._decided = False
         self._clean = clean
         #: True if the last step had few gradients, and none that wait for the announcements of other ranks.
         self._small = False
@@ -304,6 +310,7 @@ class Reducer:
             statistics.dense_bytes += 4 * gradient.numel
             statistics.bytes_sent += exchanger.sent - sent
             statistics.bytes_received += exchanger.received - received
+            self._decided |= gradient.index not in statistics.decisions
             statistics.decisions[gradient.index] = f"{gradient.algorithm} of rows"
         except Exception as error:
             raise self._failure(error, step, f"bucket {gradient.index}", "rows") from error
@@ -315,9 +322,9 @@ class Reducer:
             planner, numel = self.session.planner, layout_numel(bucket.layout)
             if bucket.counting is not None:  # since an earlier step
                 bucket.union, bucket.counting = bucket.counting.read()[0][0] or bucket.union, None
-            plan, why = planner.plan(choice, numel, bucket.union, max(1, round(self._numel / max(1, numel))))
-            bucket.choice = choice
-            self._statistics.decisions[bucket.index] = f"{plan.exchange} of {plan.codec}: {why}{self.controller}"
+            plan, bucket.why = planner.plan(choice, numel, bucket.union, max(1, round(self._numel / max(1, numel))))
+            bucket.choice, self._decided = choice, True
+            self._statistics.decisions[bucket.index] = f"{plan.exchange} of {plan.codec}: {bucket.why}{self.controller}"
             bucket.follow(plan, planner, self.seed)
 
     def _clock(self, bucket: Bucket | SparseGradient) -> Clock:
@@ -350,6 +357,10 @@ class Reducer:
                 port.post_receives()
             self.session.post_receives()
             self.session.end()
+            if self._decided:
+                self._decided = False
+                if self._speaks:
+                    self._report(step, buckets)
             span, served = time.perf_counter() - step.began, partial(self._served, step)
             if self.controller.ended(span, served, self.session.drifted):
                 for bucket in buckets:
@@ -366,6 +377,17 @@ class Reducer:
             self._ended = step
         except Exception as error:
             raise self._failure(error, step, "at its end", step.choice.exchange) from error
+
+    def _report(self, step: Step, buckets: list[Bucket]) -> None:
+        statistics = self._statistics
+        if self.session.group.size == 1:
+            tell(statistics, "one rank: nothing is sent")
+            return
+        size = 4 * sum(bucket.numel for bucket in buckets), sum(bucket.exchange.bytes_sent for bucket in buckets)
+        planned = [bucket for bucket in buckets if bucket.plan is not None and bucket.layout]
+        plans, why = [plan for bucket in planned if (plan := bucket.plan)], [bucket.why for bucket in planned]
+        rows = len(step.sparse)
+        report(statistics, step.choice, plans, size, rows=rows, why=why, controller=self.controller)
 
     def _read_counts(self) -> None:
         """Add the counts of the last step to the statistics, and undo the step if a scaler skips it."""

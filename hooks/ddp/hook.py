@@ -49,6 +49,9 @@ class CompressState(State):
     `CompressState(codec)` can be made before the model and before `init_process_group`. It meets the other ranks in
     `bind()`, or at the first bucket of the model with which it is registered.
 
+    Rank 0 says what is sent on one line of stderr, or of `logging` where that is set up: in the first step, and again
+    if it changes. `print(state)` shows the counts so far.
+
     Args:
         model: the `DistributedDataParallel` model, or a wrapper of it by `torch.compile` or Fabric; may be left out.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks:

@@ -24,7 +24,7 @@ from ..core.options import Exclude, Options, check_dtypes, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.sparse_gradient import SparseGradient, sparse_names
-from ..core.statistics import Statistics
+from ..core.statistics import Counted, Statistics
 from ..core.step import Step
 from ..timeouts import HANDSHAKE_TIMEOUT
 from ..training.grad_scaler import LossScale, ScalerSync
@@ -40,7 +40,7 @@ from .untrained import Untrained
 OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained", "_discarded", "overlap")
 
 
-class State:
+class State(Counted):
     """The part of `CompressState` outside a step.
 
     Args:

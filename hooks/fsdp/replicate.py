@@ -23,7 +23,7 @@ from ..core.discarded import DiscardedMeans
 from ..core.options import Exclude, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
-from ..core.statistics import Statistics
+from ..core.statistics import Counted, Statistics
 from ..core.step import Step
 from ..training.autograd_end import AtEnd, raise_at_end, waited
 from ..training.grad_scaler import LossScale, ScalerSync
@@ -86,7 +86,7 @@ class _Submitted:
     future: torch.futures.Future[Tensor]
 
 
-class FSDPState:
+class FSDPState(Counted):
     """The state of `compress_fsdp` with `mesh`; the model's hooks hold it."""
 
     def __init__(self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None) -> None:
@@ -124,6 +124,7 @@ class FSDPState:
             options.seed,
             clean=True,
             numel=sum(shards.numel for shards in self._shards),
+            speaks=all(dist.get_rank(shards.process_group) == 0 for shards in self._shards),
         )
         self._uses = _UsedParameters(session.control.channel("used parameters"))
         for shards in self._shards:

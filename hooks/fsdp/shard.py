@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ... import __version__
 from ...compress.feedback.base import RESIDUAL
 from ...compress.feedback.store import FeedbackStore
+from ..auto.planner import Choice, Plan
 from ..comm import handshake
 from ..comm.pieces import Started, overlap
 from ..comm.ports import saved_by
@@ -21,8 +22,9 @@ from ..comm.untraced import untraced
 from ..core.bucket import clock
 from ..core.checkpoint import MEAN
 from ..core.options import Exclude, excluded_names
+from ..core.report import report, tell
 from ..core.session import Session
-from ..core.statistics import Statistics
+from ..core.statistics import Counted, Statistics
 from ..training.autograd_end import AtEnd
 from ..training.optimizer_checks import expect_optimizer
 from ..training.weak_method import weakly
@@ -42,7 +44,7 @@ UNEQUAL = (
 
 # It does not use the Reducer, which gives every rank the mean of a whole bucket: FSDP waits in each call for this
 # rank's row alone, on its own stream, so that a pipeline, plans and futures would add steps and save none.
-class ScatterState:
+class ScatterState(Counted):
     """The state of `compress_fsdp` without `mesh`: gradients are compressed on their way to the owners of the shards.
 
     Its residual is of this rank's unsharded gradients, in float32: four bytes for each element of the whole model.
@@ -57,6 +59,8 @@ class ScatterState:
         self._open: dict[int, Unsharded] | None = None
         self._step, self._closed = 0, False
         self._statistics = Statistics()
+        self._counted = 0, 0  # float32's bytes and the bytes sent, as of the begin of a pass
+        self._told: Choice | None = None  # the choice of the last line (`core.report`)
         device, group, problem = torch.device("cpu"), dist.group.WORLD, None
         try:
             self._shards, _ = find_shards(model, "set_custom_reduce_scatter", replicas=1)
@@ -163,6 +167,7 @@ class ScatterState:
             self._unequal.check()
             self._announce_step()
             self._open = {}
+            self._counted = self._statistics.dense_bytes, self._statistics.bytes_sent
             self._session.begin()
             outside = not self._by_hand.active and not AtEnd(self._ended, self._raised).queue()
         self._open[part.shards.index] = part  # the last one, of a module that is used twice in a pass
@@ -181,14 +186,25 @@ class ScatterState:
     def _ended(self) -> None:
         if self._open is None:
             return
-        self._open = None
+        self._open, choice = None, self._options.choice(self._step)
         self._session.post_receives()
         self._session.end()
         self._step += 1
         self._statistics.steps += 1
+        if self._told is not choice and self._session.group.rank == 0:
+            self._tell(choice)
         bad = self._status()[1]
         self._bad[1] += bad > self._bad[0]
         self._bad[0] = bad
+
+    def _tell(self, choice: Choice) -> None:
+        """Say what is sent from this step on."""
+        self._told, statistics = choice, self._statistics
+        if self._session.group.size == 1:
+            tell(statistics, "one rank: nothing is sent")
+            return
+        dense, sent = statistics.dense_bytes - self._counted[0], statistics.bytes_sent - self._counted[1]
+        report(statistics, choice, [Plan(choice.codec, choice.exchange, choice.feedback)], (dense, sent))
 
     def _raised(self) -> None:
         """Return the means of a pass that has raised, except those that an optimizer has applied within backward."""

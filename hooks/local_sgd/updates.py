@@ -24,7 +24,7 @@ from ..core.checkpoint import Checkpoint, idle_names
 from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
 from ..core.reducer import Reducer
 from ..core.session import Session
-from ..core.statistics import Statistics
+from ..core.statistics import Counted, Statistics
 from ..training.names import renamed
 from .healing import CommonState, Progress
 from .initial_sync import check_writable, group_inside, local, ranks_inside, tensors_of, trainable
@@ -40,7 +40,7 @@ from .view import ReplicaStatistics
 OWNER = "LocalUpdates"
 
 
-class LocalUpdates:
+class LocalUpdates(Counted):
     """Local SGD and its descendants: each rank trains its own model with its own optimizer. Every `every` steps all
     ranks exchange Δ = θ0 - θ, the difference between the global parameters and their own. A round is
 
@@ -162,7 +162,7 @@ class LocalUpdates:
         numel = sum(p.numel() for p in self._parameters.values())
         make_reducer = partial(
             Reducer, feedback=self._feedback, scaler_sync=RoundRollback(self._feedback), statistics=self._statistics,
-            seed=seed, clean=False, numel=numel,
+            seed=seed, clean=False, numel=numel, speaks=not inside or inside[0] == dist.get_rank(),
         )  # fmt: skip
         if session is not None:
             broadcast(session.group, place, [*map(local, model.parameters()), *model.buffers()])

@@ -127,6 +127,14 @@ class Decision:
     candidates: tuple[Estimate, ...]
     buckets: int = 1
 
+    def kinds(self) -> dict[str, float]:
+        """Seconds of the fastest candidate of each kind: "float32", half precision by its name, or "compressed"."""
+        found = dict[str, float]()
+        for candidate in self.candidates:
+            kind = "float32" if candidate.name == "dense" else candidate.name.partition(" in ")[2] or "compressed"
+            found[kind] = min(found.get(kind, math.inf), candidate.among(self.buckets))
+        return found
+
     def __str__(self) -> str:
         among = f" of {self.buckets} buckets that wait together: " if self.buckets > 1 else ""
         ordered = sorted(self.candidates, key=lambda estimate: estimate.among(self.buckets))

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from ..comm.untraced import untraced
+from ..core.report import tell
 from ..core.session import Session
-from ..core.statistics import Statistics
+from ..core.statistics import Counted, Statistics, fewer
 from ..training.autograd_end import AtEnd, current_pass, raise_at_end, waited
 from ..training.weak_method import weakly
 from .layer import Call, Factors, Layer
@@ -28,7 +29,7 @@ from .selection import chosen_modules, describe
 _of_model: weakref.WeakKeyDictionary[nn.Module, SufficientFactors] = weakref.WeakKeyDictionary()
 
 
-class SufficientFactors:
+class SufficientFactors(Counted):
     """Exchanges gradients of linear layers' weights as their factors, exactly (Poseidon, Zhang et al., ATC 2017).
 
     The gradient of a weight [out, in] over b samples is dyᵀ x, of the output's gradient [b, out] and the input [b, in].
@@ -246,6 +247,10 @@ class SufficientFactors:
             statistics.decisions[number] = layer.how
             layer.apply()
         statistics.steps += 1
+        if statistics.told is None and self._session.group.rank == 0:
+            hows = ", ".join(sorted({layer.how.partition(":")[0] for layer in self._layers}))
+            less = fewer(statistics.dense_bytes, statistics.bytes_sent)
+            tell(statistics, f"SufficientFactors sends {hows} of {len(self._layers)} layers{less}")
         if interruption is not None:
             raise_at_end(interruption)
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from ....compress.feedback.base import RESIDUAL
 from ....compress.feedback.store import FeedbackStore
 from ....compress.formats.layout import Layout, Slot, layout_numel
-from ...auto.planner import default_exchange
+from ...auto.planner import Choice, Plan, default_exchange
 from ...comm.ports import drive
 from ...core.bucket import Bucket
+from ...core.report import report, tell
+from ...core.statistics import Statistics
 from ...exchanges import Dense, serving
 from ..compression import CodecCompression
 from ..runtime.channel import Channel
@@ -57,6 +59,7 @@ class CompressionState:
         self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
         self._scale = 1.0
+        self._statistics = Statistics()  # which remembers the line that says what is sent
         self._keeps_previous = False
         self.applied_counts = [0, 0]
         self.consolidated = False
@@ -87,8 +90,19 @@ class CompressionState:
         keeps = self.compression.encodes_feedback and bucket.exchange.name != Dense.name
         drive(bucket.reduce(flat, self.feedback, keeps, step))
         self._steps[key] = step + 1
+        if self._statistics.told is None and bucket.exchange.rank == 0:
+            self._tell(bucket)
         if not keep:
             del self._buckets[key], self._shapes[key]
+
+    def _tell(self, bucket: Bucket) -> None:
+        """Say what is sent, once."""
+        made, codec = bucket.exchange, self.compression.codec
+        if made.world_size == 1:
+            tell(self._statistics, "one rank: nothing is sent")
+            return
+        size = 4 * bucket.numel, made.bytes_sent
+        report(self._statistics, Choice(codec, made.name, False), [Plan(codec, made.name, False)], size)
 
     def is_new(self, name: str) -> bool:
         """True if there is no exchange yet for tensors whose first is called `name`.
