@@ -142,7 +142,7 @@ def test_blocks_that_are_not_run_here_say_who_runs_them() -> None:
         else:
             assert re.fullmatch(r"not run: .*\bGPUs?\b.*", mark), f"{block}: {mark}"
     assert sum(mark.startswith("not run") for _, mark in marks) == NOT_RUN
-    assert {block.language for block in BLOCKS} <= {"python", "sh"}
+    assert {block.language for block in BLOCKS} <= {"python", "sh", "text"}
     for page in PAGES:  # none escapes the pattern
         fences = re.findall(r"^\s*```", page.read_text("utf-8"), re.MULTILINE)
         assert len(fences) == 2 * len(blocks(page)), page
