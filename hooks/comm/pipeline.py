@@ -13,12 +13,6 @@ Messages are matched by tags (`comm.group`), so tasks may be resumed in any orde
 starts one at the latest when it is resumed for the first time, and first resumptions follow the order of submission on
 all ranks.
 
-Waking threads takes longer than the computation of a small model's step. Such a step can be *deferred*: the thread that
-submits a task begins it, and the thread that waits for all of them also waits for their first messages, in the order of
-submission, and resumes them. Threads take over when a later message would have to queue behind others, and when another
-pipeline begins a step meanwhile, as ranks may wait for the two in different orders. At most one pipeline has deferred
-work.
-
 On a GPU the stages' kernels run on two streams of the pipeline's own, beside backward's: one up to the first messages,
 the other after them. NCCL's collectives do not block the host, so tasks run to their end where they are submitted,
 without threads. Collectives that block, on a GPU's tensors, run task by task.
@@ -28,7 +22,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -38,14 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .completion import Completion
 from .ports import Stages, Work
 from .send_queue import Overtaking
 from .tasks import STOPPED, Arrived, Barrier, Clock, Failure, Job, Task
 from .threads import start_thread, stop_thread
-
-#: Schedulers that may have deferred work; at most one has any.
-_deferring: weakref.WeakSet[Scheduler] = weakref.WeakSet()
-_choosing = threading.Lock()
 
 
 def no_clock(phase: str) -> AbstractContextManager[None]:
@@ -108,16 +98,8 @@ class Pipeline:
         scheduler = self._scheduler
         if not self.threaded:
             scheduler.take(item)
-        elif not scheduler.put_here(item):
+        else:
             scheduler.inbox.put(item)
-
-    def defer(self, deferred: bool) -> None:
-        """From now on begin tasks in `start`, and resume them in `wait`, `idle` or `flush`; or have threads do both.
-        Deferred futures complete only there: wait for none before. Call it while nothing is in flight. If another
-        pipeline has deferred work in flight, threads run both."""
-        # Worth 4 to 6 % of a step of 9,000 to 208,000 parameters, and two waits of three (bfloat16 and TopK by gather,
-        # two ranks with a core each, idle machine). On busy cores such steps take longer than on threads.
-        self._scheduler.defer(deferred)
 
     @property
     def failed(self) -> bool:
@@ -138,16 +120,15 @@ class Pipeline:
             del unseen
 
     def wait(self) -> None:
-        """Wait for everything submitted so far if threads run it. Raises as `check` does."""
+        """Wait for everything submitted so far. Raises as `check` does."""
         self.idle()
         self.check()
 
     def idle(self, seconds: float | None = None) -> bool:
         """Wait until everything submitted so far has ended, well or not; False if that takes longer than `seconds`."""
-        if not self.threaded or (seconds is None and self._scheduler.finish_here()):
+        if not self.threaded:
             return True
-        # Threads finish deferred tasks too, as waiting here could exceed `seconds`.
-        done = threading.Event()
+        done = Completion()
         self._scheduler.inbox.put(done)
         return done.wait(seconds)
 
@@ -185,11 +166,6 @@ class Scheduler:
     in_flight: dict[Task, None] = field(default_factory=dict)
     #: Items that have not begun.
     submitted: deque[Any] = field(default_factory=deque)
-    #: Users' threads do the computing thread's work, one at a time; it does nothing meanwhile.
-    deferred: bool = False
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    #: Deferred tasks, and the messages that they wait for.
-    pending: deque[tuple[Task, Work]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.streams = None if self.device is None else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
@@ -199,7 +175,7 @@ class Scheduler:
     def compute(self) -> None:
         if self.device is not None:
             torch.cuda.set_device(self.device)  # a new thread begins at device 0
-        while self.begin_next():
+        while self.begin():
             item = self.inbox.get()
             if isinstance(item, Arrived):
                 self.waits -= item.task.apart
@@ -209,15 +185,9 @@ class Scheduler:
                     self.failure.text, self.failure.unseen = str(item), item
                     self._end_in_flight()
             else:
-                self._take_over()
                 self.submitted.append(item)
             del item  # it refers to its owner, which must not live on while this thread waits
         self._end()
-
-    def begin_next(self) -> bool:
-        """`begin` under the lock, as another thread may begin tasks once `idle` has returned."""
-        with self.lock:
-            return self.begin()
 
     def begin(self) -> bool:
         """Begin what can begin; False: there will be no more."""
@@ -229,17 +199,9 @@ class Scheduler:
             self.take(item)
         return True
 
-    def _take_over(self) -> None:
-        """Continue deferred tasks on threads."""
-        if self.deferred:
-            with self.lock:
-                self.deferred = False
-                while self.pending:
-                    self._await(*self.pending.popleft())
-
-    def take(self, item: Task | Barrier | threading.Event) -> None:
+    def take(self, item: Task | Barrier | Completion) -> None:
         """Begin a submitted item."""
-        if isinstance(item, threading.Event):
+        if isinstance(item, Completion):
             item.set()
         elif self.failure.text is not None:
             if isinstance(item, Task):
@@ -269,9 +231,6 @@ class Scheduler:
 
     def _await(self, task: Task, work: Work) -> None:
         """Have a thread wait for these messages."""
-        if self.deferred:
-            self.pending.append((task, work))
-            return
         task.apart = task.stage > 1 or isinstance(work, Overtaking)
         self.waits += task.apart
         inbox, threads = (self.later, self.waiting[1]) if task.apart else (self.first, self.waiting[0])
@@ -351,46 +310,6 @@ class Scheduler:
         for stream in self.streams or ():
             stream.synchronize()
 
-    # -- users' threads ----------------------------------------------------------------------------------------------
-
-    def defer(self, deferred: bool) -> None:
-        with _choosing:
-            for other in set(_deferring) - {self}:
-                if other.pending:
-                    other.inbox.put(threading.Event())
-                    deferred = False
-            self.deferred = deferred and self.overlapped
-            if self.deferred:
-                _deferring.add(self)
-
-    def put_here(self, item: Task | Barrier) -> bool:
-        """Begin an item on this thread if work is deferred; False: it is not."""
-        if self.deferred:
-            with self.lock:
-                if self.deferred:  # still
-                    self.submitted.append(item)
-                    return self.begin()
-        return False
-
-    def finish_here(self) -> bool:
-        """Run everything to its end on this thread if work is deferred; False: threads have to do the rest."""
-        if self.deferred:
-            with self.lock:
-                while self.pending:
-                    if len(self.in_flight) > 1 and any(task.stage > 1 for task, _ in self.pending):
-                        return False
-                    task, work = self.pending[0]
-                    error = self._wait(task, work, RuntimeError) if self.failure.text is None else None
-                    self.pending.popleft()  # not before: after an exception of a signal's handler threads continue
-                    if self.failure.text is not None:
-                        self.failure.left.append(work)
-                    else:
-                        self.resume(task, error)
-                    del task, work
-                    self.begin()
-                return self.deferred
-        return False
-
     # -- threads that wait -------------------------------------------------------------------------------------------
 
     def wait(self, inbox: queue.SimpleQueue[Any]) -> None:
@@ -403,11 +322,11 @@ class Scheduler:
             del item, task, work
 
     @staticmethod
-    def _wait(task: Task, work: Work, expected: type[Exception] = Exception) -> Exception | None:
-        """The error of waiting, if of the expected kind: on a user's thread others may be a signal handler's."""
+    def _wait(task: Task, work: Work) -> Exception | None:
+        """The error of waiting, if any."""
         try:
             with task.clock("exchange"):
                 work.wait()
-        except expected as error:
+        except Exception as error:
             return error
         return None

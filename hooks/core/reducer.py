@@ -29,9 +29,6 @@ from .step import ClipFuture, Step, StepCounters
 
 #: Steps from one dense step that takes the pipeline to the next: there ranks compare steps, and look for NaN.
 DENSE_CHECK_INTERVAL = 64
-#: Gradient elements of a step at or below which other threads are not used: waking them would cost more time than they
-#: could save beside backward.
-SMALL_NUMEL = 1 << 18
 
 
 def plans_again(choice: Choice, number: int) -> bool:
@@ -73,8 +70,6 @@ class Reducer:
         #: True if a plan has been made in this step.
         self._decided = False
         self._clean = clean
-        #: True if the last step had few gradients, and none that wait for the announcements of other ranks.
-        self._small = False
         self._last: Step | None = None
         self._ended: Step | None = None
         #: The choice under which all buckets are dense and no rank keeps a residual.
@@ -144,23 +139,19 @@ class Reducer:
             self._left_early = number != dense_path.until
             self.controller.took_dense_path(dense_path.steps, dense_path.spans)
 
-    def announce_step(
-        self, step: Step, bucket: Bucket | SparseGradient, saves: int, scaling: Scaling | None, at_end: bool = False
-    ) -> None:
+    def announce_step(self, step: Step, bucket: Bucket | SparseGradient, saves: int, scaling: Scaling | None) -> None:
         """Compare the step with those of the other ranks.
 
         Args:
             bucket: its first bucket.
             saves: number of times that this rank has saved its part of the state.
             scaling: the loss scaler's state, as far as this rank knows.
-            at_end: nobody waits for a mean before the end of the step, and then by the pipeline, so that the waiting
-                thread can run a small step itself.
         """
         pipeline, planner = self.session.pipeline, self.session.planner
         stages = self._announce_step(step, bucket, saves, scaling)
-        asks = self._scaler_sync.asks(step) or not planner.knows(step.choice)
-        pipeline.defer(at_end and self._small and not asks)
-        if asks:  # the step depends on the announcements of the other ranks
+        if self._scaler_sync.asks(step) or not planner.knows(
+            step.choice
+        ):  # the step depends on the announcements of the other ranks
             pipeline.submit(partial(drive, stages))
         else:
             pipeline.start(stages, bucket.nothing, self._clock(bucket))
@@ -365,8 +356,6 @@ class Reducer:
             if self.controller.ended(span, served, self.session.drifted):
                 for bucket in buckets:
                     bucket.choice = None
-            few = self._numel <= SMALL_NUMEL and not step.sparse
-            self._small = few and not any(bucket.exchange.collective for bucket in buckets)
             dense = (
                 self._feedback.strategy.only_residual
                 and not step.sparse

@@ -26,7 +26,7 @@ from ..core.reducer import DENSE_CHECK_INTERVAL, Reducer
 from ..core.sparse_gradient import SparseGradient
 from ..core.step import Step
 from ..timeouts import HANDSHAKE_TIMEOUT
-from ..training.autograd_end import AtEnd, at_end, current_pass, raise_at_end, undisturbed, waited
+from ..training.autograd_end import AtEnd, at_end, current_pass, raise_at_end, waited
 from ..training.grad_scaler import LossScale
 from .ddp_options import finalized_by_hand, frees_buckets, join_mode, strides_in_bucket
 from .discarded import UnusedMeans
@@ -155,9 +155,7 @@ class CompressState(State):
             # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
             joins, step.of_present = join_mode(self._ddp())
             scaling = self._scaler_sync.loss_scale.scaling(read=joins) if step.own else None
-            reducer.announce_step(
-                step, bucket, self._saves, scaling, step.own and self._waits_at_end() and undisturbed()
-            )
+            reducer.announce_step(step, bucket, self._saves, scaling)
         future = reducer.reduce(step, bucket, buffer)
         if self.overlap is not None:
             future = self.overlap.take(step, bucket, buffer, future)
@@ -165,7 +163,6 @@ class CompressState(State):
             self._buckets = {index: b for index, b in self._buckets.items() if index <= bucket.index}
             self._close(step, reducer)
             if not AtEnd(partial(self._deliver, step), partial(self._discard, step)).queue():
-                reducer.session.pipeline.idle()  # no callback will run the deferred stages
                 self._discarded.expect(step)
         return future
 
@@ -243,13 +240,6 @@ class CompressState(State):
         return reducer.dense_path(
             step, options.choice(step), until, self._device, futures_observed(model) or frees_buckets(model)
         )
-
-    def _waits_at_end(self) -> bool:
-        """True if nobody waits for a future before the end of the backward pass. DDP does in a static graph's first
-        pass, and where the user finalizes."""
-        model = self._ddp()
-        waited_for = getattr(model, "static_graph", False) or finalized_by_hand(model) or futures_observed(model)
-        return self.overlap is None and not waited_for
 
     def _drop_dense(self) -> None:
         """Leave the dense path: the backward pass has raised."""

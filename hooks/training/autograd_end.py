@@ -14,12 +14,6 @@ _queue = torch.autograd.Variable._execution_engine.queue_callback
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def undisturbed() -> bool:
-    """True if torch computes on this thread, in a backward pass, as on a thread of ours: without autocast and without
-    modes that observe or replace operations."""
-    return not (torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"))
-
-
 class AtEnd:
     """Two callbacks of the backward pass that runs now: one for its end, one for the case that it raises.
 

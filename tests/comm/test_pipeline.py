@@ -222,14 +222,13 @@ def test_who_gives_up_waits_for_no_message() -> None:
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=6),
     st.randoms(use_true_random=False),
-    st.sampled_from(["threads", "deferred", "taken over", "launched"]),
+    st.sampled_from(["threads", "launched"]),
 )
 def test_whatever_arrives_first_every_unit_ends_with_its_own_stages_in_order(
     lengths: list[int], random: Random, how: str
 ) -> None:
     threaded = how != "launched"
     pipeline, seen = Pipeline("test", threaded=threaded), list[str]()
-    pipeline.defer(how in ("deferred", "taken over"))
     units = [[Bell() for _ in range(length)] for length in lengths]
     ringing = [bell for bells in units for bell in bells]
     random.shuffle(ringing)
@@ -237,222 +236,15 @@ def test_whatever_arrives_first_every_unit_ends_with_its_own_stages_in_order(
         for bell in ringing:
             bell.rung.set()
     futures = [pipeline.start(stages(f"{i}.", bells, seen), torch.tensor(i)) for i, bells in enumerate(units)]
-    last = pipeline.submit(lambda: seen.append("job"))
+    pipeline.submit(lambda: seen.append("job"))
     after = pipeline.start(stages("after", [], seen), torch.tensor(-1))
-    if how == "taken over":
-        pipeline.idle(0.0)
     for bell in ringing:
         bell.rung.set()
-    if how == "deferred":
-        pipeline.wait()
-        assert all(future.done() for future in (*futures, last, after))
     assert [int(future.wait()) for future in (*futures, after)] == [*range(len(units)), -1]
     assert seen[-2:] == ["job", "after ends"]
     for i, bells in enumerate(units):
         own = [name for name in seen if name.startswith(f"{i}.")]
         assert own == [*(f"{i}.{number}" for number in range(len(bells))), f"{i}. ends"]
-
-
-def test_deferred_units_need_no_thread() -> None:
-    pipeline, seen = Pipeline("test"), list[str]()
-    before, ran = set(threading.enumerate()), set[int]()
-    pipeline.defer(True)
-    bells = {"a": [Bell()], "b": [Bell(), Bell()]}
-    futures = [pipeline.start(stages(name, bells[name], seen), torch.ones(1)) for name in "ab"]
-    pipeline.submit(lambda: ran.add(threading.get_ident()))
-    assert seen == ["a0", "b0"], "begun where they were submitted"
-    assert not any(future.done() for future in futures)
-    for bell in (*bells["a"], *bells["b"]):
-        bell.rung.set()
-    pipeline.wait()
-    assert seen == ["a0", "b0", "a ends", "b1", "b ends"]
-    assert ran == {threading.get_ident()}
-    assert set(threading.enumerate()) == before
-
-
-def test_threads_that_took_over_later_stages_leave_first_ones_to_another() -> None:
-    pipeline, seen = Pipeline("test"), list[str]()
-    before = set(threading.enumerate())
-    pipeline.defer(True)
-    for name in "ab":
-        bells = [Bell(), Bell()]
-        pipeline.start(stages(name, bells, seen), torch.ones(1))
-        for bell in bells:
-            bell.rung.set()
-    pipeline.wait()  # the first stages on this thread, the second ones on others
-    pipeline.defer(False)
-    bell = Bell()
-    future = pipeline.start(stages("c", [bell], seen), torch.ones(1))
-    bell.rung.set()
-    assert pipeline.idle(5.0)
-    assert future.done()
-    pipeline.end()
-    assert set(threading.enumerate()) <= before
-
-
-def test_no_deferred_unit_waits_for_what_another_waits_for() -> None:
-    """As above: what other ranks tell of one may hang on what this one tells of another."""
-    pipeline, seen = Pipeline("test"), list[str]()
-    pipeline.defer(True)
-    bells = {name: [Bell(), Bell(), Bell()] for name in "abc"}
-    futures = {name: pipeline.start(stages(name, bells[name], seen), torch.ones(1)) for name in "abc"}
-    for name in "abc":
-        bells[name][0].rung.set()
-    waiting = threading.Thread(target=pipeline.wait)
-    waiting.start()
-    assert until(lambda: {"a1", "b1", "c1"} <= set(seen))
-    for name in "cb":  # the first still waits
-        for bell in bells[name]:
-            bell.rung.set()
-        assert until(futures[name].done)
-    assert not futures["a"].done()
-    for bell in bells["a"]:
-        bell.rung.set()
-    waiting.join(10)
-    assert futures["a"].done()
-
-
-def test_no_deferred_unit_waits_while_what_was_resumed_may_keep_others_waiting() -> None:
-    """Another rank may begin the second unit only when it has heard of the first one's second stage."""
-    pipeline, seen = Pipeline("test"), list[str]()
-    pipeline.defer(True)
-    bells = {"a": [Bell(), Bell()], "b": [Bell()]}
-    futures = {name: pipeline.start(stages(name, bells[name], seen), torch.ones(1)) for name in "ab"}
-    waiting = threading.Thread(target=pipeline.wait)
-    waiting.start()
-    for bell in bells["a"]:
-        bell.rung.set()
-    assert until(futures["a"].done)
-    bells["b"][0].rung.set()
-    waiting.join(10)
-    assert futures["b"].done()
-
-
-def test_where_another_begins_threads_go_on_with_both() -> None:
-    """Ranks may wait for the two in another order."""
-    pipelines, seen = [Pipeline("one"), Pipeline("other")], list[str]()
-    bells = [Bell(), Bell()], [Bell(), Bell()]
-    futures = []
-    for number, pipeline in enumerate(pipelines):
-        pipeline.defer(True)
-        futures.append(pipeline.start(stages(str(number), list(bells[number]), seen), torch.ones(1)))
-    for bell in (*bells[0], *bells[1]):
-        bell.rung.set()
-    assert until(lambda: all(future.done() for future in futures)), "nobody has waited"
-    for pipeline in pipelines:  # one after the other, each has its work where it is submitted
-        pipeline.defer(True)
-        pipeline.start(stages("alone", [bells[0][0]], seen), torch.ones(1))
-        pipeline.wait()
-        assert pipeline._scheduler.deferred
-
-
-class Disturbed(Bell):
-    """Something under way, which a signal's handler does not let a thread wait for the first time."""
-
-    def __init__(self, raised: BaseException) -> None:
-        super().__init__()
-        self.raised: BaseException | None = raised
-
-    def wait(self) -> None:
-        super().wait()
-        raised, self.raised = self.raised, None
-        if raised is not None:
-            raise raised
-
-
-@pytest.mark.parametrize("raised", [KeyboardInterrupt(), OSError("an alarm")], ids=["interrupt", "alarm"])
-@pytest.mark.parametrize("then", ["waits", "leaves it"])
-def test_what_a_signal_s_handler_raises_is_not_taken_for_a_failure(raised: BaseException, then: str) -> None:
-    pipeline, seen = Pipeline("test"), list[str]()
-    pipeline.defer(True)
-    bells = [Disturbed(raised), Bell()]
-    future = pipeline.start(stages("a", list(bells), seen), torch.ones(1))
-    for bell in bells:
-        bell.rung.set()
-    with pytest.raises(type(raised)):
-        pipeline.wait()
-    if then == "waits":
-        pipeline.wait()
-    else:
-        pipeline.idle(10.0)
-    assert future.done()
-    assert seen == ["a0", "a1", "a ends"]
-    pipeline.check()
-
-
-def test_what_it_raises_while_a_stage_runs_is_one() -> None:
-    def interrupted() -> Stages:
-        raise KeyboardInterrupt
-        yield
-
-    pipeline, seen = Pipeline("test"), list[str]()
-    pipeline.defer(True)
-    bell = Bell()
-    future = pipeline.start(stages("a", [bell], seen), torch.ones(1))
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.start(interrupted(), torch.ones(1))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="gradwire stopped after an earlier error: KeyboardInterrupt"):
-            pipeline.wait()
-    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
-        future.wait()
-    pipeline.end()
-    bell.rung.set()
-
-
-def test_who_waits_for_a_while_leaves_what_was_deferred_to_threads() -> None:
-    pipeline, seen = Pipeline("test"), list[str]()
-    pipeline.defer(True)
-    bells = [Bell(), Bell()]
-    future = pipeline.start(stages("a", bells, seen), torch.ones(1))
-    last = pipeline.submit(lambda: seen.append("job"))
-    began = time.monotonic()
-    assert not pipeline.idle(0.05)
-    assert time.monotonic() - began < 5
-    for bell in bells:
-        bell.rung.set()
-    future.wait()
-    last.wait()
-    assert seen == ["a0", "a1", "a ends", "job"]
-    pipeline.defer(True)
-    pipeline.start(stages("b", [], seen), torch.ones(1))
-    assert seen[-1] == "b ends"
-
-
-def test_what_fails_while_deferred_takes_all_others_along() -> None:
-    pipeline, seen = Pipeline("test"), list[str]()
-    pipeline.defer(True)
-    bells = [Bell() for _ in range(3)]
-    futures = [pipeline.start(stages(str(i), [bell], seen), torch.ones(1)) for i, bell in enumerate(bells)]
-    last = pipeline.submit(lambda: seen.append("job"))
-    bells[0].rung.set()
-    bells[1].error = RuntimeError("peer 3 went away")
-    bells[1].rung.set()  # the third never rings
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="peer 3 went away"):
-        pipeline.wait()
-    assert time.monotonic() - began < 5, "nobody waits for what a failure has left"
-    assert futures[0].done()
-    for future in (futures[2], last):
-        with pytest.raises(RuntimeError, match=r"earlier error.*peer 3"):
-            future.wait()
-    assert seen == ["00", "10", "20", "0 ends"]
-    with pytest.raises(RuntimeError, match=r"earlier error.*peer 3"):
-        pipeline.start(stages("late", [], seen), torch.ones(1)).wait()
-    bells[2].rung.set()
-
-
-def test_what_was_deferred_ends_with_its_pipeline() -> None:
-    """Nobody has waited, as where the user's program has ended in between."""
-    pipeline, seen = Pipeline("forgotten"), list[str]()
-    pipeline.defer(True)
-    bell = Bell()
-    future = pipeline.start(stages("a", [bell], seen), torch.ones(1))
-    bell.rung.set()
-    del pipeline
-    gc.collect()
-    assert until(future.done)
-    assert until(lambda: all(not thread.name.startswith("forgotten") for thread in threading.enumerate()))
 
 
 def test_the_threads_end_with_the_pipeline_and_holds_no_owner() -> None:

@@ -122,7 +122,6 @@ def configurations(draw: st.DrawFn) -> Configuration:
         gradient_as_bucket_view=draw(st.booleans()),
         cap=draw(st.sampled_from([1, 1024, 4096, 1 << 20])),
         set_to_none=draw(st.booleans()),
-        deferred=draw(st.sampled_from(["all", "none", "some"])),
         entropy_coding=draw(st.booleans()),
         **ways,
     )

@@ -80,7 +80,6 @@ class Configuration(Short):
         scaler: "none", "enabled" or "disabled".
         cap: bytes of a bucket.
         set_to_none: whether gradients are forgotten between steps, or zero.
-        deferred: which ranks may leave a step to the thread that waits for it: "all", "none" or "some".
     """
 
     world_size: int = 2
@@ -100,7 +99,6 @@ class Configuration(Short):
     skip_all_reduce_unused_params: bool = False
     cap: int = 2048
     set_to_none: bool = True
-    deferred: str = "all"
     entropy_coding: bool = False
 
     @property
@@ -108,9 +106,6 @@ class Configuration(Short):
         if self.codec is None:
             return ()
         return self.codec.codecs if isinstance(self.codec, Schedule) else (self.codec,)
-
-    def defers(self, rank: int) -> bool:
-        return self.deferred == "all" or (self.deferred == "some" and rank % 2 == 0)
 
     def keeps(self, codec: Codec) -> bool:
         """Whether a step of this codec keeps what it leaves out."""

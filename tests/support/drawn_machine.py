@@ -26,7 +26,6 @@ from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.lead import PAST
 from gradwire.compress.feedback.momentum import MOMENTUM
 from gradwire.compress.feedback.tracking import ESTIMATE
-from gradwire.hooks.core import reducer
 from gradwire.hooks.network import cost, probe
 from rounded import counted
 from torch import Tensor
@@ -497,7 +496,6 @@ def play(rank: int, configuration: Configuration, events: Sequence[Event]) -> di
     with (
         patch.object(probe, "calibration", pretend(configuration.network)),
         patch.object(probe, "codec_speed", lambda *_: SPEED),
-        patch.object(reducer, "SMALL_NUMEL", reducer.SMALL_NUMEL if configuration.defers(rank) else -1),
         counted(lambda: machines[0].scale if machines else 1.0) as rounded_off,
     ):
         machine = Machine(rank, configuration, rounded_off)
