@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..compress.feedback.store import FeedbackStore
 from ..hooks.comm import handshake, pieces
+from ..hooks.comm.between_steps import between_steps, undivided, within_step
 from ..hooks.comm.untraced import untraced
 from ..hooks.core.checkpoint import Checkpoint
 from ..hooks.core.options import Options, check_dtypes, check_whole
@@ -107,16 +108,19 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
         return f"{super().__repr__()}\n<{self._options.codec_text} by {self._options.exchange!r}, step {self._steps}>"
 
     def statistics(self) -> Statistics:
-        """This rank's counts so far."""
-        self._running().flush()
-        return copy.deepcopy(self._statistics)
+        """This rank's counts so far; within a step without a wait for what is in flight."""
+        if not within_step(self):
+            self._running().flush()
+        return self._statistics.copied()
 
+    @between_steps
     def close(self) -> None:
         """Release the thread and the connections. Nothing can follow."""
         if self._reducer is not None:
             self._reducer.flush()
         self._reducer = None
 
+    @between_steps
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's `add_param_group`; once the optimizer is made, a collective."""
         if self._reducer is None:  # the constructor's
@@ -149,6 +153,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
 
     @untraced
     @torch.no_grad()
+    @undivided
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all ranks, which each must call equally often.
 
@@ -233,6 +238,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @between_steps
     def state_dict(self) -> dict[str, Any]:
         """Torch's state_dict, with this rank's residuals under "gradwire". It loads on the same rank of the same number
         of ranks: save one on each. Residuals that a rank keeps for its slice are folded into its own, here and in the
@@ -240,6 +246,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
         self._running().settle()
         return {**super().state_dict(), KEY: self._checkpoint.of_rank()}
 
+    @between_steps
     def consolidated_state_dict(self) -> dict[str, Any]:
         """A state_dict that is equal on all ranks, with the ranks' mean of tensors that differ: loads on any number of
         ranks, and nothing is lost. A collective.
@@ -261,6 +268,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
                 state[int(index)][name] = part
         return {**saved, KEY: self._checkpoint.second_pass(session)}
 
+    @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; parameters are left alone.
 

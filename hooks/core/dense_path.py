@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.between_steps import Reentered
 from ..comm.group import Group
 from ..timeouts import RAISED_TIMEOUT
 from .statistics import Statistics
@@ -89,8 +90,9 @@ class DensePath:
                 numel += future.numel
                 if self._fresh and not future.done():
                     future.set_result(future.buffer)
-        except RuntimeError:
-            self.under_way = []
+        except RuntimeError as error:
+            if not isinstance(error, Reentered):
+                self.under_way = []
             raise
         self.under_way = []  # not before: if a signal handler raises, a second call waits for the rest
         if under_way:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Self
 
 from ...compress.deprecated import former_property
 
@@ -69,6 +70,10 @@ class Statistics:
             name = f"bucket{'s' if len(buckets) > 1 else ''} {_ranges(buckets)}"
             lines.append(_row(name, text))
         return "\n".join(lines)
+
+    def copied(self) -> Self:
+        """A copy, also while another thread counts."""
+        return replace(self, decisions=dict(self.decisions), seconds=dict(self.seconds))
 
     payload_bytes = former_property("payload_bytes", "bytes_sent")
     transfer_bytes = former_property("transfer_bytes", "bytes_received")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms import join
 from torch.nn.parallel import DistributedDataParallel
 
 from ...compress.feedback.base import Feedback
+from ..comm.between_steps import undivided_module
 
 
 def check_options(model: DistributedDataParallel, strategy: Feedback | None) -> None:
@@ -22,6 +24,9 @@ def check_options(model: DistributedDataParallel, strategy: Feedback | None) -> 
             f"error_feedback={strategy} waits for the norm of all gradients; with static_graph=True and "
             "skip_all_reduce_unused_params=True the end of the pass is not known: leave out one of the three"
         )
+
+
+undivided_module(join)  # a rank that has joined takes steps outside of backward passes
 
 
 def join_mode(model: nn.Module | None) -> tuple[bool, bool]:

@@ -18,6 +18,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import Feedback
 from ...compress.formats.layout import Slot
 from ..auto.planner import Fallback
+from ..comm.between_steps import undivided
 from ..comm.untraced import untraced
 from ..core.bucket import Bucket
 from ..core.dense_path import DensePath
@@ -121,6 +122,7 @@ class CompressState(State):
 
     # -- one step, seen from DDP -------------------------------------------------------------------------------------
 
+    @undivided
     def submit(self, grad_bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Queue a bucket, for `compress_hook`. DDP calls it in the order of the buckets, equal on all ranks."""
         buffer, dense_path = grad_bucket.buffer(), self._dense_path
@@ -241,6 +243,7 @@ class CompressState(State):
             step, options.choice(step), until, self._device, futures_observed(model) or frees_buckets(model)
         )
 
+    @undivided
     def _drop_dense(self) -> None:
         """Leave the dense path: the backward pass has raised."""
         dense_path, self._dense_path = self._dense_path, None
@@ -250,6 +253,7 @@ class CompressState(State):
             if self._reducer is not None:
                 self._reducer.raised(self._step, sums)
 
+    @undivided
     def _end_dense(self) -> None:
         """Wait for the means of the dense path, before DDP reads them."""
         dense_path = self._dense_path
@@ -287,6 +291,7 @@ class CompressState(State):
         self._step = step.number + 1
         reducer.end(step)
 
+    @undivided
     def _ended(self, step: Step) -> None:
         """End the backward pass of the step's first bucket, which may be one inside another."""
         if step is not self._open or self._reducer is None:
@@ -296,6 +301,7 @@ class CompressState(State):
             self._close(step, self._reducer)
             self._deliver(step)
 
+    @undivided
     def _deliver(self, step: Step) -> None:
         """Wait for the means at the end of the backward pass, before DDP applies them."""
         reducer, model = self._reducer, self._ddp()
@@ -321,6 +327,7 @@ class CompressState(State):
         if interruption is not None:  # DDP must apply the means first, as on the other ranks
             raise_at_end(interruption)
 
+    @undivided
     def _discard(self, step: Step) -> None:
         """Give up a step: its backward pass has raised."""
         if step is self._open:
@@ -332,6 +339,7 @@ class CompressState(State):
         if self._reducer is not None:
             self._discarded.discard(step, self._reducer.session.pipeline)
 
+    @undivided
     def give_up(self, step: Step, names: set[str]) -> None:
         """The pipeline has failed: raise its error, after the step's means of these parameters, which nobody has used,
         have returned to the residuals."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..comm.between_steps import between_steps, undivided
 from ..comm.untraced import untraced
 from ..core.bucket import Bucket
 from ..core.step import Step
@@ -153,11 +154,13 @@ class OverlapForward:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @between_steps
     def finish(self) -> None:
         """Wait for all means, and take the steps that wait for them: parameters are then as without overlap."""
         for late in list(self._due):
             self._take_steps(late)
 
+    @between_steps
     def close(self) -> None:
         """`finish`; from now on backward ends when all means are in. Each rank for itself."""
         try:
@@ -213,6 +216,7 @@ class OverlapForward:
         done.set_result(buffer)
         return done
 
+    @undivided
     def backward_ended(self) -> None:
         """DDP has made gradients of what its buckets hold, which are no means yet."""
         self._in_flight = True
@@ -222,6 +226,7 @@ class OverlapForward:
     # -- the optimizers ----------------------------------------------------------------------------------------------
 
     @untraced
+    @undivided
     def _stepping(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a step of an optimizer, which then finds none of these gradients."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -244,6 +249,7 @@ class OverlapForward:
             self._due[late] = None
 
     @untraced
+    @undivided
     def _stepped(self, *_: Any) -> None:
         """After a step: gradients stay until `zero_grad()`."""
         self._depth -= 1
@@ -255,6 +261,7 @@ class OverlapForward:
         if not self._in_flight:
             self.finish()
 
+    @undivided
     def _take_steps(self, late: _Late) -> None:
         """Wait for this mean, and take the steps that wait for it."""
         self._await(late)
@@ -270,6 +277,7 @@ class OverlapForward:
         finally:
             self._depth -= 1
 
+    @undivided
     def _settle(self) -> None:
         """`finish`, and wait for means that no optimizer has asked for."""
         self.finish()
@@ -289,6 +297,7 @@ class OverlapForward:
 
     # -- the modules -------------------------------------------------------------------------------------------------
 
+    @undivided
     def _before_root(self, root: nn.Module, _: Any) -> None:
         if self._reads is None and trains(root):
             self.finish()

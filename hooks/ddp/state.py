@@ -17,6 +17,7 @@ from ... import __version__
 from ...compress.deprecated import former_property
 from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
+from ..comm.between_steps import between_steps, within_step
 from ..core.bucket import Bucket
 from ..core.checkpoint import Checkpoint, idle_names
 from ..core.dense_path import DensePath
@@ -27,6 +28,7 @@ from ..core.sparse_gradient import SparseGradient, sparse_names
 from ..core.statistics import Counted, Statistics
 from ..core.step import Step
 from ..timeouts import HANDSHAKE_TIMEOUT
+from ..training.autograd_end import in_backward
 from ..training.grad_scaler import LossScale, ScalerSync
 from ..training.optimizer_checks import expect_optimizer
 from ..training.weak_method import weakly
@@ -55,6 +57,7 @@ class State(Counted):
     _dense_path: DensePath | None  # reduces steps without the pipeline
     _untrained: Untrained | None  # as of the last check
     _closed = False
+    _in_step = in_backward
     overlap: Any = None  # an `OverlapForward` that is not closed: it waits for means later than DDP
 
     def __init__(
@@ -128,18 +131,21 @@ class State(Counted):
     @property
     def tuning(self) -> bool:
         """True while "auto" times steps with and without compression: over Gloo for dozens of steps."""
-        self._flush()
+        if not within_step(self):
+            self._flush()
         return self._reducer is not None and self._reducer.controller.tuning
 
     deciding = former_property("deciding", "tuning")
 
     def statistics(self) -> Statistics:
-        """This rank's counts so far; call it between steps."""
-        self._flush()
-        return copy.deepcopy(self._statistics)
+        """This rank's counts so far; within a step without a wait for what is in flight."""
+        if not within_step(self):
+            self._flush()
+        return self._statistics.copied()
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
+    @between_steps
     def bind(self, model: nn.Module) -> Self:
         """Bind the state to a DDP model, and return it: ranks compare options and models. A collective; nothing happens
         if the state is bound to that model already.
@@ -238,6 +244,7 @@ class State(Counted):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
+    @between_steps
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state: tensors, numbers and strings only, so `torch.load` reads it with
         `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank, or let
@@ -249,7 +256,8 @@ class State(Counted):
         but have none yet, have zeros.
 
         Raises:
-            RuntimeError: the state has no model yet, and nothing was loaded into it.
+            RuntimeError: the state has no model yet, and nothing was loaded into it. Or a step is under way: a backward
+                pass, which a signal's handler may have interrupted.
         """
         if not self._bound and self._loaded is not None:
             return self._loaded[0]
@@ -258,6 +266,7 @@ class State(Counted):
         self._saves += 1
         return self._checkpoint.of_rank()
 
+    @between_steps
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The mean of the residuals over the ranks, equal on all: loads on any number of ranks, and nothing is lost.
 
@@ -273,6 +282,7 @@ class State(Counted):
         session.agree("consolidated_state_dict()", self._step)
         return self._checkpoint.second_pass(session)
 
+    @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them. A state
         without a model keeps the checkpoint until it is bound, and checks it then.
@@ -310,6 +320,7 @@ class State(Counted):
             zeros=self._parameters.keys() - idle, idle=idle, scale=self._scaler_sync.scale,
         )  # fmt: skip
 
+    @between_steps
     def __getstate__(self) -> dict[str, Any]:
         self._idle()
         kept = {name: value for name, value in self.__dict__.items() if name not in OF_PROCESS}
@@ -334,6 +345,7 @@ class State(Counted):
 
     # -- other ranks -------------------------------------------------------------------------------------------------
 
+    @between_steps
     def close(self) -> None:
         """Wait for queued work, then release the thread and the connections. The next use makes new ones, which is a
         collective: every rank must close after the same step, or those that go on wait for the group's timeout.
@@ -368,6 +380,7 @@ class State(Counted):
             session.order_messages()
         return reducer
 
+    @between_steps
     def prepare_overlap(self, problem: str | None) -> dict[str, nn.Parameter]:
         """Begin to order messages, for `overlap_forward`; returns the parameters that DDP reduces, by name. A
         collective, in which the other ranks hear of this one's problem, if any.

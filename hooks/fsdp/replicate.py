@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from ... import __version__
 from ...compress.deprecated import former_property
 from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
+from ..comm.between_steps import Reentered, between_steps, undivided, within_step
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..core.announcement import Announcement, digest
@@ -25,7 +25,7 @@ from ..core.reducer import Reducer
 from ..core.session import Session
 from ..core.statistics import Counted, Statistics
 from ..core.step import Step
-from ..training.autograd_end import AtEnd, raise_at_end, waited
+from ..training.autograd_end import AtEnd, in_backward, raise_at_end, waited
 from ..training.grad_scaler import LossScale, ScalerSync
 from ..training.optimizer_checks import expect_optimizer
 from ..training.weak_method import weakly
@@ -63,8 +63,9 @@ class _UsedParameters:
         if self._announcement.in_flight is not None:
             try:
                 self._announcement.in_flight.wait()
-            except RuntimeError:
-                self._announcement.in_flight = None
+            except RuntimeError as error:
+                if not isinstance(error, Reentered):
+                    self._announcement.in_flight = None
                 raise
             self._announcement.in_flight = None  # not before: a signal handler may raise meanwhile
             self._announcement.post_receives()
@@ -88,6 +89,8 @@ class _Submitted:
 
 class FSDPState(Counted):
     """The state of `compress_fsdp` with `mesh`; the model's hooks hold it."""
+
+    _in_step = in_backward
 
     def __init__(self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None) -> None:
         self._options = options
@@ -148,17 +151,19 @@ class FSDPState(Counted):
     def tuning(self) -> bool:
         """True while "auto" times steps with and without compression: over Gloo for some twenty steps."""
         reducer = self._running()
-        reducer.flush()
+        if not within_step(self):
+            reducer.flush()
         return reducer.controller.tuning
 
     deciding = former_property("deciding", "tuning")
 
     def statistics(self) -> Statistics:
-        """This rank's counts so far; call it between steps."""
-        if self._reducer is not None:
+        """This rank's counts so far; within a step without a wait for what is in flight."""
+        if self._reducer is not None and not within_step(self):
             self._reducer.flush()
-        return copy.deepcopy(self._statistics)
+        return self._statistics.copied()
 
+    @between_steps
     def close(self) -> None:
         """Wait for gradients in flight, then release the thread and the connections. A backward pass of the model
         raises from now on, as nothing would reduce its gradients among the replicas; call `compress_fsdp` again.
@@ -174,6 +179,7 @@ class FSDPState(Counted):
 
     # -- one step, seen from FSDP ------------------------------------------------------------------------------------
 
+    @undivided
     def _reduce(self, shards: Shards, output: Tensor) -> None:
         """FSDP's hook: replace this rank's shard of a parameter group's gradients by the replicas' mean."""
         reducer = self._running()
@@ -218,6 +224,7 @@ class FSDPState(Counted):
         if outside:
             self._ended(step)
 
+    @undivided
     def _ended(self, step: Step | None) -> None:
         """End a step: the pass is over, or the next gradients are of a module that is in this step already."""
         if step is None or step is not self._open or self._reducer is None:
@@ -237,9 +244,10 @@ class FSDPState(Counted):
         try:
             if pipeline.threaded and not self._uses.agree():
                 raise RuntimeError(UNEQUAL)
-        except RuntimeError:
-            self._reducer.session.group.abort()  # some ranks wait for messages that never come
-            self._discard(step)
+        except RuntimeError as error:
+            if not isinstance(error, Reentered):
+                self._reducer.session.group.abort()  # some ranks wait for messages that never come
+                self._discard(step)
             raise
 
     def _deliver(self, step: Step, pipeline: Pipeline, interruption: BaseException | None) -> None:
@@ -264,6 +272,7 @@ class FSDPState(Counted):
         if interruption is not None:
             raise_at_end(interruption)
 
+    @undivided
     def _discard(self, step: Step | None) -> None:
         """Give up a step: the pass has raised, here or on the pipeline, and no mean of it is applied."""
         if step is None:
@@ -280,6 +289,7 @@ class FSDPState(Counted):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
+    @between_steps
     def state_dict(self) -> dict[str, Any]:
         """The mean of the replicas' residuals, sharded like the parameters (`DTensor`), and a few numbers: for
         `torch.distributed.checkpoint`, which loads it on any mesh. Nothing is lost: replicas go on with the mean.
@@ -301,6 +311,7 @@ class FSDPState(Counted):
         reducer.session.agree("state_dict()", self._step)
         return self._checkpoint.second_pass(reducer.session)
 
+    @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
 

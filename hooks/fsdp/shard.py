@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from ...compress.feedback.base import RESIDUAL
 from ...compress.feedback.store import FeedbackStore
 from ..auto.planner import Choice, Plan
 from ..comm import handshake
+from ..comm.between_steps import between_steps, undivided
 from ..comm.pieces import Started, overlap
 from ..comm.ports import saved_by
 from ..comm.untraced import untraced
@@ -25,7 +25,7 @@ from ..core.options import Exclude, excluded_names
 from ..core.report import report, tell
 from ..core.session import Session
 from ..core.statistics import Counted, Statistics
-from ..training.autograd_end import AtEnd
+from ..training.autograd_end import AtEnd, in_backward
 from ..training.optimizer_checks import expect_optimizer
 from ..training.weak_method import weakly
 from .arithmetic import divide_factor, post_divide
@@ -50,6 +50,8 @@ class ScatterState(Counted):
     Its residual is of this rank's unsharded gradients, in float32: four bytes for each element of the whole model.
     Stochastic codecs (`QSGD()`, `TernGrad()`) need none.
     """
+
+    _in_step = in_backward
 
     def __init__(self, model: nn.Module, options: ScatterOptions, exclude: Exclude | None) -> None:
         self._options = options
@@ -103,8 +105,9 @@ class ScatterState(Counted):
         """This rank's counts so far; call it between steps. Waits for the device."""
         self._statistics.skipped_entries = int(self._status()[0])
         self._statistics.nonfinite_steps = int(self._bad[1])
-        return copy.deepcopy(self._statistics)
+        return self._statistics.copied()
 
+    @between_steps
     def close(self) -> None:
         """Give the model back to FSDP's own reduce-scatter. Residuals are dropped: save them before."""
         self._closed = True
@@ -114,6 +117,7 @@ class ScatterState(Counted):
 
     # -- one step, seen from FSDP ------------------------------------------------------------------------------------
 
+    @undivided
     def _reduce(self, part: Unsharded, output: Tensor, grads: Tensor, op: Any, plain: Any) -> None:
         """Replace FSDP's reduce-scatter.
 
@@ -152,6 +156,7 @@ class ScatterState(Counted):
         if outside:
             self._ended()
 
+    @undivided
     def _alone(self, part: Unsharded, shards: Shards, output: Tensor) -> None:
         """Reduce on a single rank, without compression; residuals of a checkpoint are added."""
         outside = self._begin(part)
@@ -183,6 +188,7 @@ class ScatterState(Counted):
         except Exception as error:
             raise RuntimeError(f"gradwire: {error} [step {self._step}, {choice.codec}]") from error
 
+    @undivided
     def _ended(self) -> None:
         if self._open is None:
             return
@@ -206,6 +212,7 @@ class ScatterState(Counted):
         dense, sent = statistics.dense_bytes - self._counted[0], statistics.bytes_sent - self._counted[1]
         report(statistics, choice, [Plan(choice.codec, choice.exchange, choice.feedback)], (dense, sent))
 
+    @undivided
     def _raised(self) -> None:
         """Return the means of a pass that has raised, except those that an optimizer has applied within backward."""
         parts, self._open = self._open or {}, None
@@ -219,6 +226,7 @@ class ScatterState(Counted):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
+    @between_steps
     def state_dict(self) -> dict[str, Any]:
         """The sum of the ranks' residuals in the optimizer's units, sharded like the parameters (`DTensor`), and a few
         numbers: for `torch.distributed.checkpoint`, which loads it on any number of ranks, and also into the state of
@@ -245,6 +253,7 @@ class ScatterState(Counted):
         overlap(start(part, name) for part in parts for name in sorted(part.columns))
         return checkpoint.export(MEAN, {RESIDUAL: found})
 
+    @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.between_steps import between_steps
 from ..comm.untraced import untraced
+from ..training.autograd_end import in_backward
 from ..training.optimizer_checks import known_problem
 from .compression import Compression, codec_of
 from .gradients import checkpoint
@@ -143,6 +145,7 @@ class _Distributed(torch.optim.Optimizer):
     _wrapped: torch.optim.Optimizer
     _names: list[str]
     _reducer: GradientReducer
+    _in_step = in_backward
     _should_synchronize: bool
     _warned: bool
 
@@ -324,6 +327,7 @@ class _Distributed(torch.optim.Optimizer):
             )
         super().zero_grad(set_to_none)
 
+    @between_steps
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's; the new gradients are reduced one by one, with Adasum too."""
         super().add_param_group(param_group)
@@ -339,6 +343,7 @@ class _Distributed(torch.optim.Optimizer):
 
     # -- what survives -----------------------------------------------------------------------------------------------
 
+    @between_steps
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer's; with a codec, also what this rank's compression has left out. An optimizer that knows
         nothing of that can load it. To go on exactly, save one for each rank; `PowerSGD` by "factors" goes on with
@@ -351,6 +356,7 @@ class _Distributed(torch.optim.Optimizer):
             state[ENTRY] = self._reducer.state.state_dict(here.rank, here.size)
         return state
 
+    @between_steps
     def consolidated_state_dict(self) -> dict[str, Any]:
         """As `state_dict`, with the mean over the ranks of what compression has left out: it loads on any number of
         ranks, and nothing is lost. A collective of the process set; other ranks have left nothing out."""
@@ -365,6 +371,7 @@ class _Distributed(torch.optim.Optimizer):
         own["rank"] = own["world_size"] = -1
         return state
 
+    @between_steps
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint, of this class or of the plain optimizer. What was under way is forgotten.
 
@@ -386,6 +393,7 @@ class _Distributed(torch.optim.Optimizer):
     def _compression_state(self) -> CompressionState | None:
         return self._reducer.state
 
+    @between_steps
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self._take_in()
         reducer = self._reducer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import Feedback
 from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
+from ..comm.between_steps import between_steps, undivided, within_step
 from ..comm.pieces import broadcast
 from ..comm.untraced import untraced
 from ..core.checkpoint import Checkpoint, idle_names
@@ -226,13 +226,14 @@ class LocalUpdates(Counted):
 
     def statistics(self) -> Statistics:
         """This rank's counts so far; `steps` are rounds. With `meeting` a `ReplicaStatistics`."""
-        if self._runner.reducer is not None:
+        if self._runner.reducer is not None and not within_step(self):
             self._runner.reducer.flush()
-        return copy.deepcopy(self._statistics)
+        return self._statistics.copied()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     @untraced
+    @undivided
     def step(self) -> None:
         """Count a step of the optimizers, and exchange a fragment, or all parameters, when it is due. Every rank must
         call it equally often while it trains, also if a GradScaler skips the optimizer's step.
@@ -250,6 +251,7 @@ class LocalUpdates(Counted):
         self._counted()
 
     @untraced
+    @between_steps
     def synchronise(self) -> None:
         """Make a round of all parameters now, without delay and mixing, and restart the count: before evaluation,
         before saving a model, and at the end. All ranks then have the same parameters. Nothing happens if no rank has
@@ -276,17 +278,20 @@ class LocalUpdates(Counted):
         runner.raise_interruption()
 
     @untraced
+    @between_steps
     def rewind(self) -> None:
         """Set the model to the global parameters: this rank loses its progress since the last round."""
         for shared in self._all():
             shared.hand_out()
 
+    @between_steps
     def close(self) -> None:
         """Wait for the round in flight, then release the thread and the connections. Nothing can follow. With `meeting`
         the other replicas go on without this one."""
         self._runner.close()
 
     @untraced
+    @undivided
     def _counted(self) -> None:
         self._count_step()
         self._runner.raise_interruption()
@@ -331,6 +336,7 @@ class LocalUpdates(Counted):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
+    @between_steps
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: tensors, numbers and strings only, so `torch.load` reads it with `weights_only=True`. It
         loads on the same rank of the same number of ranks. Save each rank's model and optimizer with it: they differ
@@ -347,6 +353,7 @@ class LocalUpdates(Counted):
         self._runner.finish()
         return self._export(self._checkpoint.of_rank())
 
+    @between_steps
     def consolidated_state_dict(self) -> dict[str, Any]:
         """Call `synchronise()`, and return the mean of the residuals over the ranks beside the values that are the same
         on all. Loads on any number of ranks, with the model of any rank, and nothing is lost. A collective. With
@@ -358,9 +365,10 @@ class LocalUpdates(Counted):
         if self._runner.replicas is not None:
             self._synchronise(uncompressed=True)
             return self._export(self._checkpoint.of_rank())
-        self.synchronise()
+        self._synchronise()
         return self._export(self._checkpoint.second_pass(self._runner.running.session))
 
+    @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step. Model and optimizer are left alone: load
         theirs, too. With `meeting`, load it where `rounds` is 0, before the first step: a replica that comes later

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from ... import __version__
 from ...compress import Codec
 from ...compress.codec import check_flag
+from ..comm.between_steps import between_steps, undivided_module
 from ..comm.group import Group
 from ..comm.handshake import compare, side
 from .residual_scale import ResidualScale
@@ -160,11 +162,13 @@ class StageCompression:
                 total.residuals_dropped += int(one.coder.dropped)
         return found
 
+    @between_steps
     def state_dict(self) -> dict[str, Any]:
         """Draws and residuals of this rank's stages, by stage; residuals without the loss scale."""
         self._scale.follow()
         return {str(stage.stage_index): self._state_of(pair) for stage, pair in self._pairs()}
 
+    @between_steps
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called.
 
@@ -193,6 +197,7 @@ class StageCompression:
             for key, one in zip(KINDS, pair, strict=True)
         }
 
+    @between_steps
     def close(self) -> None:
         """Leave the stages as they were. Call it between steps, on every rank."""
         for stage in self._stages:
@@ -262,6 +267,7 @@ def compress_stage(
     if problem is not None:
         raise problem
     compare(everyone, REMEDY)
+    undivided_module(import_module("torch.distributed.pipelining.schedules"))
     pairs = []
     for stage in given:
         made = coders(stage.stage_index, codec, backward, rotate, error_feedback, seed, stage.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -15,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from ..comm.between_steps import between_steps, undivided
 from ..comm.untraced import untraced
 from ..core.report import tell
 from ..core.session import Session
 from ..core.statistics import Counted, Statistics, fewer
-from ..training.autograd_end import AtEnd, current_pass, raise_at_end, waited
+from ..training.autograd_end import AtEnd, current_pass, in_backward, raise_at_end, waited
 from ..training.weak_method import weakly
 from .layer import Call, Factors, Layer
 from .linear import FactorLinear, owners
@@ -53,6 +53,8 @@ class SufficientFactors(Counted):
         TypeError, ValueError: an argument is invalid, here or on another rank, or the ranks disagree.
         RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
     """
+
+    _in_step = in_backward
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class SufficientFactors(Counted):
     def statistics(self) -> Statistics:
         """This rank's counts so far; call it between steps. `decisions` has the last exchange of each weight, from the
         model's last layer to its first."""
-        return copy.deepcopy(self._statistics)
+        return self._statistics.copied()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -124,6 +126,7 @@ class SufficientFactors(Counted):
         finally:
             self._syncs = before
 
+    @between_steps
     def close(self) -> None:
         """Give the layers back, and end the threads. DDP goes on to leave their weights alone: wrap the model again.
         Every rank must close after the same step."""
@@ -170,6 +173,7 @@ class SufficientFactors(Counted):
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
+    @undivided
     def begin(self) -> None:
         """In a backward pass that exchanges gradients: begin the step, unless it has begun."""
         if not self._open:
@@ -185,6 +189,7 @@ class SufficientFactors(Counted):
                     )
                 layer.before.note(layer.weight.grad)
 
+    @undivided
     def take(self, layer: Layer, call: Call, factors: Factors) -> bool:
         """Take factors of a layer's gradient; False: compute it here, as in a pass that exchanges nothing."""
         layer.waiting.discard(call)
@@ -222,6 +227,7 @@ class SufficientFactors(Counted):
         self._started, self._open = 0, False
         self._step += 1
 
+    @undivided
     def _ended(self) -> None:
         """At the end of a pass: wait for the means, and put them into place."""
         self._end_step(raised=False)
@@ -254,6 +260,7 @@ class SufficientFactors(Counted):
         if interruption is not None:
             raise_at_end(interruption)
 
+    @undivided
     def _raised(self) -> None:
         """The pass has raised: tell those that wait for this rank's factors."""
         self._end_step(raised=True)
@@ -263,6 +270,7 @@ class SufficientFactors(Counted):
         for layer in self._layers:
             layer.forget()
 
+    @undivided
     def _kept_ended(self) -> None:
         for layer in self._kept:
             layer.end_kept()

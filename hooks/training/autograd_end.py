@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from ..comm.between_steps import Reentered
 from ..comm.untraced import untraced
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -51,12 +52,12 @@ def waited(wait: Callable[[], object], failed: Callable[[BaseException], bool]) 
 
     Args:
         wait: raises the failure of the result; may be called again.
-        failed: True of an exception that is such a failure.
+        failed: True of an exception that is such a failure, where it is none of a call that a handler made.
     """
     try:
         wait()
     except BaseException as error:
-        if failed(error):
+        if failed(error) and not isinstance(error, Reentered):
             raise
         wait()
         return error
@@ -71,6 +72,10 @@ def raise_at_end(error: BaseException) -> None:
 
     if not at_end(tell):
         raise error
+
+
+#: As `_in_step` of a class whose steps are backward passes, for `between_steps`.
+in_backward = property(lambda _: current_pass() != -1)
 
 
 def at_end(callback: Callable[[], None]) -> bool:

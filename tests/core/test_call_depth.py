@@ -36,7 +36,8 @@ def files_entered(rank: int, codec: Codec, exchange: Any) -> set[str]:
         nonlocal watching
         if bucket.index() != 1 or state.step < 4:
             return compress_hook(state, bucket)
-        state.statistics()  # waits for the buckets before
+        assert state._reducer is not None
+        state._reducer.session.pipeline.idle()  # the buckets before have ended
         sys.setprofile(look)
         watching = True
         future = compress_hook(state, bucket)

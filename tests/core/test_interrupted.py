@@ -11,6 +11,7 @@ import pytest
 import torch
 from fsdp_drawn import mesh_of
 from gradwire import Identity, LocalUpdates, Rounds, TopK, compress_fsdp
+from gradwire.hooks.comm.between_steps import Reentered
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.core.dense_path import DensePath, Sum
 from gradwire.hooks.fsdp.replicate import _UsedParameters
@@ -111,7 +112,7 @@ def by_ddp(rank: int, way: str, raised: BaseException) -> Any:
     return both(rank, data_parallel, way, raised)
 
 
-@pytest.mark.parametrize("raised", [Stopped(), Alarm()], ids=["interrupt", "alarm"])
+@pytest.mark.parametrize("raised", [Stopped(), Alarm(), Reentered()], ids=["interrupt", "alarm", "refusal"])
 @pytest.mark.parametrize("way", ["threads", "straight"])
 def test_ddp_goes_on(ranks: Ranks, way: str, raised: BaseException) -> None:
     (alone, stopped), other = ranks(2).run(by_ddp, way, raised)
@@ -145,9 +146,10 @@ def by_fsdp(rank: int, way: str, raised: BaseException) -> Any:
 
 
 @needs_reduce_scatter
+@pytest.mark.parametrize("raised", [Stopped(), Reentered()], ids=["interrupt", "refusal"])
 @pytest.mark.parametrize("way", ["means", "uses"])
-def test_fsdp_goes_on(ranks: Ranks, way: str) -> None:
-    (alone, stopped), other = ranks(2).run(by_fsdp, way, Stopped())
+def test_fsdp_goes_on(ranks: Ranks, way: str, raised: BaseException) -> None:
+    (alone, stopped), other = ranks(2).run(by_fsdp, way, raised)
     assert alone == stopped
     assert other == (alone, stopped)
 

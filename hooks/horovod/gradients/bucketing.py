@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...comm.between_steps import undivided
 from ...comm.untraced import untraced
 from ...timeouts import UNCLAIMED_SECONDS
 from ...training.grad_scaler import LossScale
@@ -116,6 +117,7 @@ class GradientReducer:
         if not self.started:
             self._delay = dict.fromkeys(self._delay, passes)
 
+    @undivided
     def reset(self) -> None:
         """Forget reductions in flight."""
         self.wait()
@@ -131,6 +133,7 @@ class GradientReducer:
             if unit.pending is not None:
                 unit.pending.settle(UNCLAIMED_SECONDS)
 
+    @undivided
     def synchronize(self) -> None:
         """Wait until every gradient is reduced. Parameters without one get zeros, which take part. A collective.
 
@@ -155,6 +158,7 @@ class GradientReducer:
         self.synchronized = True
         self.unscaling.reduced()
 
+    @undivided
     def synchronize_once(self) -> None:
         """As `synchronize`, unless no rank has been through backward since: a second reduction would multiply a sum."""
         members = self.options.process_set
@@ -162,6 +166,7 @@ class GradientReducer:
         if not (self.by_hand and self.takes_part()) or any(allgather_object(self.started, self.talk, members)):
             self.synchronize()
 
+    @undivided
     def reduce_before_unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Reduce the optimizer's gradients if a scaler is about to unscale them, and they have not been reduced. A
         collective of the ranks whose scalers do."""
@@ -225,6 +230,7 @@ class GradientReducer:
         if self.state is not None and self.loss_scale.skips:
             self.state.keep_previous()
 
+    @undivided
     def applied(self) -> None:
         """The optimizer has stepped."""
         self.synchronized = self.by_hand = False
@@ -233,6 +239,7 @@ class GradientReducer:
 
     # -- as backward goes on -----------------------------------------------------------------------------------------
 
+    @undivided
     def _hook(self, p: Tensor) -> None:
         if not self.takes_part():
             return

@@ -35,7 +35,7 @@ class World:
     cross_rank: int
     cross_size: int
     counters: dict[tuple[str, int], int] = field(default_factory=dict)
-    counting: threading.Lock = field(default_factory=threading.Lock)
+    counting: Any = field(default_factory=threading.RLock)
     joins: int = 0
     meeting: object = field(default_factory=object)
 

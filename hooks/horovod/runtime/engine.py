@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm.between_steps import Section
+from ...comm.completion import Completion
 from ...comm.sockets import Connection
 from ...timeouts import END_SECONDS, START_SECONDS
 from ..consensus.coordinator import Coordinator, connect
@@ -41,7 +43,7 @@ class Pending:
     """A submitted operation and its result."""
 
     def __init__(self, operation: Operation) -> None:
-        self.operation, self.ended = operation, threading.Event()
+        self.operation, self.ended = operation, Completion()
         self.result: Any = None
         self.error: str | None = None
         self.submitted = 0.0
@@ -103,7 +105,9 @@ class Engine:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.timeline: Timeline | None = None
-        self._lock = threading.Lock()
+        #: Held while this rank submits an operation.
+        self.submitting = Section()
+        self._lock = threading.RLock()
         self._pending: dict[str, Pending] = {}
         self._stopped: str | None = None
         #: True once all ranks have agreed to leave.
@@ -157,7 +161,13 @@ class Engine:
         Raises:
             ValueError: one of this key has not ended yet.
             HorovodInternalError: the engine has stopped.
+            RuntimeError: a signal's handler has interrupted another submission.
         """
+        with self.submitting:
+            return self.announce(operation, alone)
+
+    def announce(self, operation: Operation, alone: bool = True) -> Pending:
+        """`submit`, for a caller that holds `submitting`."""
         if isinstance(operation, CompressedReduce | ResidualMean):
             operation.label = self.states.label(operation.state, operation.set_id)
         if operation.device.type == "cuda":
@@ -200,7 +210,8 @@ class Engine:
 
     def stop(self) -> None:
         """Leave. Operations that all ranks are ready for still run; all others fail here and on the other ranks."""
-        self._connection.send({"bye": True})
+        with self.submitting:  # no handler may find a message half sent
+            self._connection.send({"bye": True})
         self._executor.join(2 * END_SECONDS)
         self._connection.close()
         self._mesh.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,17 +42,17 @@ FLOATING = SUMMABLE[4:]
 COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 _handles: dict[int, tuple[Pending, Callable[[Any], Any]]] = {}
-_numbering = threading.Lock()
 _next_handle = 0
 
 
 def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: result) -> int:
     """Start an operation; `finish` turns its result into that of `synchronize`."""
     global _next_handle
-    if isinstance(operation.key, Unnumbered):
-        operation.key = operation.key.numbered(world().next_name)
-    pending = world().engine.submit(operation)
-    with _numbering:
+    engine = world().engine
+    with engine.submitting:
+        if isinstance(operation.key, Unnumbered):
+            operation.key = operation.key.numbered(world().next_name)
+        pending = engine.announce(operation)
         handle, _next_handle = _next_handle, _next_handle + 1
         _handles[handle] = (pending, finish)
     return handle
