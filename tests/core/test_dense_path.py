@@ -162,20 +162,24 @@ class Late:
 
 @pytest.mark.parametrize("call", ["close", "load"])
 @on_ranks(2, within=60.0)
-def test_a_state_may_be_told_something_while_sums_are_under_way(rank: int, call: str) -> None:
-    """How far gradients are off, where a state is told something between two buckets, of which the first is long."""
+def test_a_call_while_sums_are_under_way_is_refused(rank: int, call: str) -> None:
+    """Gradients, where a hook of backward makes a call between two buckets, of which the first is long."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((16, 16), (16, 1024), (1024, 4096))))
     ddp, state = wrap(model, Identity(), exchange="dense")
     saved: dict[str, Any] = {}
     calls = {"close": state.close, "load": lambda: state.load_state_dict(saved)}
     off = []
+
+    def refused(grad: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError, match="call it between steps"):
+            calls[call]()
+
     for step in range(4):
         saved.update(state.state_dict())
         loss = ddp(torch.full((4, 16), 1.0 + rank + step)).square().mean()
         wanted = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-        first = next(model.parameters())
-        handle = first.register_hook(lambda grad, step=step: calls[call]() if step == 2 else None)
+        handle = next(model.parameters()).register_hook(refused)
         ddp.zero_grad()
         loss.backward()
         handle.remove()
