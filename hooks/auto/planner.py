@@ -70,7 +70,7 @@ def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto"
     if exchange in EXCHANGES and exchange not in able:
         kinds = {"two_pass": "a block codec", "mask": "TopK", "factors": "a low-rank codec", "blocks": "Identity()"}
         names, kind = ", ".join(map(repr, able)), kinds.get(exchange, "a sparse codec")
-        raise ValueError(f"exchange={exchange!r} needs {kind}, and {codec} is none: use one of {names}")
+        raise ValueError(f"exchange={exchange!r} needs {kind}, not {codec}: use one of {names}")
 
 
 @dataclass(frozen=True)

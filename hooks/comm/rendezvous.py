@@ -59,7 +59,7 @@ def connect(store: dist.Store, members: Sequence[int], rank: int, timeout: timed
         try:
             place.wait(keys, timeout if error is None else VERDICT_TIMEOUT)
         except RuntimeError as missing:  # a rank has not arrived
-            raise error or missing from missing
+            raise error or missing from None
         verdicts = place.multi_get(keys)
         if group is not None and all(verdict == READY for verdict in verdicts):
             return group

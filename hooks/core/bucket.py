@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -44,6 +44,9 @@ class Bucket:
         like: a flat gradient.
         strategy: the feedback strategy, where it keeps more than a residual.
     """
+
+    #: DDP's buffer, if this bucket has been compared with it, and it still is there.
+    buffer: Callable[[], Tensor | None] = staticmethod(lambda: None)
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from ..auto.planner import Choice, Fallback, check_exchange, codecs_of
 from ..comm.coded_message import check_available
 from ..comm.topology import node_size
 from ..exchanges import ExchangeKind
-from ..training.names import OUTERMOST, unwrapped
+from ..training.names import OUTERMOST, matches, unwrapped
 from ..training.optimizer_checks import known_problem
 
 #: The argument `exchange` of `CompressState`: one of these, or the name of a registered class.
@@ -193,7 +192,7 @@ def excluded_names(exclude: Exclude | None, parameters: Mapping[str, nn.Paramete
     for pattern in exclude:
         inner = unwrapped(pattern)
         ways = (pattern, inner, inner.removeprefix(OUTERMOST))
-        matching = next(filter(None, ({n for n in parameters if fnmatchcase(n, way)} for way in ways)), None)
+        matching = next(filter(None, (matches(way, parameters) for way in ways)), None)
         if not matching:
             first = ", ".join(map(repr, list(parameters)[:4]))
             raise ValueError(

@@ -103,7 +103,7 @@ class Session:
             raise RuntimeError(
                 f"gradwire could not reach all ranks within {timeout.total_seconds():.0f} s: every rank must construct "
                 f"{owner}, and ranks that need longer want init_process_group(timeout=…). {failure}"
-            ) from failure
+            ) from None
         if problem is not None:
             raise problem
         handshake.compare([side for side, _ in sides], CONSTRUCT.format(owner))
@@ -249,7 +249,7 @@ class Session:
         except RuntimeError as failure:
             raise RuntimeError(
                 f"gradwire: not every rank called {call}, which each must at this step. {failure}"
-            ) from failure
+            ) from None
 
     def refuse(self, problem: str, patience: timedelta | None = None) -> None:
         """Report to ranks that begin a step why this rank does not.

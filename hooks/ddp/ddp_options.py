@@ -18,6 +18,12 @@ def check_options(model: DistributedDataParallel, strategy: Feedback | None) -> 
             'torch._dynamo.config.optimize_ddp="python_reducer" calls hooks with other arguments: set it to '
             '"ddp_optimizer"'
         )
+    if getattr(model, "_delay_all_reduce_params", ()):
+        raise ValueError(
+            "DistributedDataParallel reduces the parameters of delay_all_reduce_named_params by itself, after the "
+            "communication hook, and they may differ between ranks: leave out delay_all_reduce_named_params and "
+            "param_to_hook_all_reduce"
+        )
     clips = strategy is not None and strategy.largest_norm is not None
     if clips and model.static_graph and getattr(model, "skip_all_reduce_unused_params", False):
         raise ValueError(
@@ -57,8 +63,12 @@ def finalized_by_hand(model: nn.Module | None) -> bool:
     return True
 
 
-def strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
-    """Strides of a gradient in DDP's bucket: the parameter's if they leave no gap, else contiguous ones."""
+def strides_in_bucket(parameter: Tensor, buffer: Tensor) -> tuple[int, ...]:
+    """Strides of a gradient in DDP's bucket: as of when DDP made the bucket, which only a gradient that is a view of it
+    tells. Else the parameter's if they leave no gap, or contiguous ones."""
+    grad = parameter.grad
+    if grad is not None and grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+        return grad.stride()
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size != 1:

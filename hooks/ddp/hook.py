@@ -351,8 +351,11 @@ class CompressState(State):
             self._reducer.session.pipeline.wait()
 
     def _bucket_of(self, grad_bucket: dist.GradBucket, buffer: Tensor, reducer: Reducer) -> Bucket | SparseGradient:
-        index, parameters = grad_bucket.index(), grad_bucket.parameters()
+        index = grad_bucket.index()
         bucket = self._buckets.get(index)
+        if isinstance(bucket, Bucket) and bucket.buffer() is buffer:
+            return bucket
+        parameters = grad_bucket.parameters()
         if buffer.layout != torch.strided:
             if bucket is None or not bucket.serves(parameters, buffer):
                 (parameter,) = parameters  # DDP gives each sparse gradient a bucket
@@ -360,15 +363,16 @@ class CompressState(State):
                     index, self._name_of(parameter, index), parameter
                 )
             return bucket
-        if bucket is None or not bucket.serves(parameters, buffer):
-            slots = []
-            for parameter, grad in zip(parameters, grad_bucket.gradients(), strict=True):
-                name = self._name_of(parameter, index)
-                start = int(grad.storage_offset()) - int(buffer.storage_offset())
-                slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter)))
+        slots = []
+        for parameter, grad in zip(parameters, grad_bucket.gradients(), strict=True):
+            name = self._name_of(parameter, index)
+            start = int(grad.storage_offset()) - int(buffer.storage_offset())
+            slots.append(Slot(name, start, tuple(parameter.shape), strides_in_bucket(parameter, buffer)))
+        if not (isinstance(bucket, Bucket) and bucket.serves(parameters, buffer) and bucket.slots == tuple(slots)):
             bucket = self._buckets[index] = Bucket(
                 index, parameters, tuple(slots), self._excluded, buffer, self._feedback.strategy
             )
+        bucket.buffer = weakref.ref(buffer)  # another one after a rebuild, where strides may have changed
         return bucket
 
     def _name_of(self, parameter: Tensor, index: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import __version__
 from ..core.options import check_whole
+from ..training.names import matches
 from .layer import DTYPES
 
 
@@ -49,7 +49,7 @@ def chosen_modules(
     linear = {name: module for name, module in named.items() if type(module) is nn.Linear}
     matching: set[str] = set()
     for pattern in modules or ():
-        names = {name for name in named if fnmatchcase(name, pattern)}
+        names = matches(pattern, named)
         if not names:
             raise ValueError(f"modules: {pattern!r} matches none; among the linear layers are {list(linear)[:4]}")
         matching |= names

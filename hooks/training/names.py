@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from typing import TypeVar
@@ -19,6 +20,12 @@ T = TypeVar("T")
 def unwrapped(name: str) -> str:
     """A name, or a pattern of names, without the parts of wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def matches(pattern: str, names: Iterable[str]) -> set[str]:
+    """The names that equal a pattern, in which `*` stands for any part; names may have brackets."""
+    fits = re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL).fullmatch
+    return {name for name in names if fits(name)}
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:

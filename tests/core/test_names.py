@@ -11,7 +11,7 @@ import pytest
 import torch
 from fsdp_drawn import mesh_of
 from gradwire import CompressState, LocalUpdates, OneBit, OuterSGD, compress_fsdp, compress_hook
-from gradwire.hooks.training.names import names_of, plain_names, renamed
+from gradwire.hooks.training.names import matches, names_of, plain_names, renamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -163,3 +163,11 @@ def test_checkpoints_fit_whatever_is_wrapped(ranks: Ranks, kind: str) -> None:
         if not hasattr(FSDPModule, hook):
             pytest.skip(f"torch {torch.__version__} has no FSDPModule.{hook}")
     assert ranks(2).run(toggled, kind) == [[], []]
+
+
+def test_a_pattern_is_a_name_with_stars() -> None:
+    names = ["a[0].weight", "a0.weight", "a[0].bias", "b?.weight"]
+    assert all(matches(name, names) == {name} for name in names)
+    assert matches("*[0].*", names) == {"a[0].weight", "a[0].bias"}
+    assert matches("*", names) == set(names)
+    assert matches("a?.weight", names) == matches("weight", names) == set()

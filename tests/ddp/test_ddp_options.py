@@ -6,6 +6,7 @@ Gradients are those of the same steps without.
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import CompressState, OneBit, compress_hook
+from gradwire import CompressState, OneBit, PowerSGD, compress_hook
 from lacking import needs_ddp
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from training import mean_residuals
 
 Ranks = Callable[[int], Pool]
 LAZY, BATCHED = needs_ddp("lazy_bucket_allocation"), needs_ddp("batched_grad_copy")
@@ -125,3 +127,73 @@ def test_what_ddp_would_tell_too_late_is_refused(rank: int, option: str) -> None
     text = str(raised.value)
     assert f"DDP({option}=True) throws away" in text
     assert "leave out require_manual_backward_finalization, or that" in text
+
+
+@on_ranks(2)
+def test_a_delayed_all_reduce_is_refused(rank: int) -> None:
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    late = {
+        "delay_all_reduce_named_params": [("1.weight", layers[1].weight)],
+        "param_to_hook_all_reduce": layers[0].bias,
+    }
+    with pytest.raises(ValueError, match="leave out delay_all_reduce_named_params"):
+        CompressState(DistributedDataParallel(layers, **late), OneBit())
+
+
+class GivenGradients(nn.Module):
+    """Parameters of these shapes, whose gradients are the input."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def forward(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.all, grads, strict=True)]).sum()
+
+
+def to_channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def transposed(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.data = p.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", ["to_channels_last", "transposed"])
+@pytest.mark.parametrize("codec", [OneBit(), PowerSGD(rank=1)])
+@on_ranks(2)
+def test_strides_may_change_after_ddp_has_made_its_buckets(rank: int, change: str, codec: Any) -> None:
+    """Where plain DDP takes it, before the first step, after it, and in later ones: nothing is lost."""
+    warnings.filterwarnings("ignore", message="Grad strides do not match")
+    shapes = [(8, 4, 3, 3), (8,), (6, 4, 1, 1), (10, 7)]
+    for when in (-2, -1, 0, 3):
+        if when == 3 and change == "to_channels_last":
+            continue  # this moves the gradients out of DDP's buckets
+        net = GivenGradients(shapes)
+        model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        if when == -2:
+            globals()[change](model)
+        state = CompressState(model, codec, exchange="gather" if codec == OneBit() else "factors", fallback=None)
+        model.register_comm_hook(state, compress_hook)
+        if when == -1:
+            globals()[change](model)
+        sums, wanted = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
+        for step in range(6):
+            draws = torch.Generator().manual_seed(step)
+            grads = [[torch.randn(shape, generator=draws) for shape in shapes] for _ in range(2)]
+            model.zero_grad()
+            model(grads[rank]).backward()
+            for i, p in enumerate(net.all):
+                sums[i] += p.grad
+                wanted[i] += (grads[0][i] + grads[1][i]) / 2
+            if when == step:
+                globals()[change](model)
+            if step == 4:  # its buckets are made again
+                state.close()
+        for name, residual in mean_residuals(state).items():
+            sums[int(name.split(".")[1])] += residual
+        state.close()
+        for total, dense in zip(sums, wanted, strict=True):
+            assert torch.allclose(total, dense, rtol=0, atol=1e-4), when
