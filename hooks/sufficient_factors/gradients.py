@@ -80,7 +80,7 @@ class SufficientFactors(Counted):
         try:
             if model in _of_model:
                 raise ValueError(
-                    f"the model has {_of_model[model]} already: name all layers at once, or close() it first"
+                    f"the model has {_of_model[model]!r} already: name all layers at once, or close() it first"
                 )
             chosen = chosen_modules(model, modules, rows, dist.get_world_size(group))
         except (TypeError, ValueError) as error:  # the other ranks must hear of it
