@@ -119,8 +119,8 @@ def brief(codec: Codec) -> str:
 def _text(plan: Plan) -> str:
     if plan.exchange == Dense.name:
         return "float32"
-    half = isinstance(plan.codec, Cast)
-    return f"{str(plan.codec.dtype).removeprefix('torch.') if half else brief(plan.codec)} by {plan.exchange!r}"
+    half = str(plan.codec.dtype).removeprefix("torch.") if isinstance(plan.codec, Cast) else None
+    return f"{half or brief(plan.codec)} by {plan.exchange!r}"
 
 
 def _falls_back(plan: Plan, choice: Choice) -> bool:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from gradwire import Cast, Codec, CompressState, Identity, OneBit, Outliers, TopK, compress_hook
 from gradwire.hooks.auto.planner import HALF_PRECISION, Choice, Plan
+from gradwire.hooks.auto.trial import Trial
 from gradwire.hooks.core import report
 from gradwire.hooks.core.statistics import WIDTH, Statistics
 from gradwire.hooks.network import cost, probe
@@ -33,12 +34,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    """The lines that this process writes to stderr as one whose user has not set up logging."""
-    lines, written = list[str](), io.StringIO()
-    with contextlib.redirect_stderr(written):
-        yield lines
-    lines += [line for line in written.getvalue().splitlines() if line.startswith("gradwire: ")]
+def heard() -> Iterator[Callable[[], list[str]]]:
+    """The lines so far that this process writes to stderr, as one whose user has not set up logging."""
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        yield lambda: [line for line in written.getvalue().splitlines() if line.startswith("gradwire: ")]
 
 
 # -- the text --------------------------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def test_a_user_who_has_set_up_nothing_sees_it() -> None:
     with unconfigured(), heard() as lines:
         report.say("sends it", logging.INFO)
         report.say("sends it not", logging.WARNING)
-    assert lines == ["gradwire: sends it", "gradwire: sends it not"]
+    assert lines() == ["gradwire: sends it", "gradwire: sends it not"]
 
 
 @pytest.mark.parametrize(
@@ -166,14 +165,14 @@ def test_a_user_can_silence_it(silence: Callable[[logging.Logger], None]) -> Non
     with unconfigured() as log, heard() as lines:
         silence(log)
         report.say("sends it", logging.WARNING)
-    assert not lines
+    assert not lines()
 
 
 def test_no_last_resort_means_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "lastResort", None)
     with unconfigured(), heard() as lines:
         report.say("sends it", logging.WARNING)
-    assert not lines
+    assert not lines()
 
 
 def test_a_user_s_logging_gets_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +180,7 @@ def test_a_user_s_logging_gets_it(caplog: pytest.LogCaptureFixture) -> None:
         report.say("sends it", logging.INFO)
         report.say("sends it not", logging.WARNING)
     assert [(record.name, record.getMessage()) for record in caplog.records] == [("gradwire", "sends it not")]
-    assert not lines
+    assert not lines()
 
 
 # -- on ranks --------------------------------------------------------------------------------------------------------
@@ -203,7 +202,7 @@ def trained(rank: int, codec: Any, options: dict[str, Any], beta: float, steps: 
         state.close()
         train(rank, ddp, range(steps, steps + 2))
         state.close()
-    return lines
+    return lines()
 
 
 SLOW, FAST = 1e-7, 1e-12
@@ -272,8 +271,6 @@ def after_a_trial(rank: int, loser: str) -> tuple[list[str], bool]:
     def end_step(trial: Any, seconds: float | None, *others: Any) -> None:
         real(trial, None if seconds is None else times[trial.candidate], *others)
 
-    from gradwire.hooks.auto.trial import Trial
-
     real = Trial.end_step
     _, ddp = two_large_layers()
     with (
@@ -286,19 +283,13 @@ def after_a_trial(rank: int, loser: str) -> tuple[list[str], bool]:
         state = CompressState(ddp, OneBit())
         ddp.register_comm_hook(state, compress_hook)
         train(rank, ddp, range(4))
-        early, tuning = len(heard_so_far()), state.tuning
+        early, tuning = len(lines()), state.tuning
         train(rank, ddp, range(4, 80))
         done = not state.tuning
         state.close()
     assert tuning
     assert early == (rank == 0)
-    return lines, done
-
-
-def heard_so_far() -> list[str]:
-    import sys
-
-    return [line for line in sys.stderr.getvalue().splitlines() if line.startswith("gradwire: ")]  # type: ignore[attr-defined]
+    return lines(), done
 
 
 @pytest.mark.parametrize(("loser", "kept"), [("planned", "float32"), ("fallback", "OneBit")])
@@ -324,7 +315,7 @@ def on_front(rank: int, front: str) -> tuple[list[str], str]:
             model(data).square().mean().backward()
             after()
         close()
-    return lines, front
+    return lines(), front
 
 
 @pytest.mark.parametrize(
@@ -407,7 +398,7 @@ def printed(rank: int) -> list[str]:
     inner = nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 100))
     model, state = wrap(inner, TopK(0.05), exchange="gather")
     texts = [str(state)]
-    inner[0].weight.register_hook(lambda grad: texts.append(str(state)))
+    next(inner.parameters()).register_hook(lambda grad: texts.append(str(state)))
     with patch.object(CompressState, "_flush", side_effect=AssertionError("it waits")):
         train(rank, model, range(2))
         texts.append(str(state))
