@@ -175,7 +175,7 @@ learn-large-sgd: {learn} --task large --optimizer sgd --world 2 --batch 8 --step
     onebit dgc-topk1 local2-ternary local10-ternary
 *train-digits: train --task digits --world 2 4
 *train-small: train --task small --readings 8 --timed 4
-*train-small-adamw: train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8
+train-small-adamw: train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8
     --readings 8 --timed 4
 *profiling: profile --rate 1gbit
 *allreduce: allreduce --world 8 --repeats 3

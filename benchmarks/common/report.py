@@ -224,6 +224,24 @@ def subplots(*grid: int, **options: Any) -> tuple[Any, Any]:
     return pyplot.subplots(*grid, layout="constrained", **options)
 
 
+def label_ends(axes: Any, lines: Sequence[tuple[Any, str]]) -> None:
+    """Write each line's name to the right of its last point, in its colour, and move names that would overlap apart.
+    Call it when everything else is drawn."""
+    figure = axes.figure
+    figure.draw_without_rendering()
+    names = []
+    for line, name in sorted(lines, key=lambda one: float(one[0].get_ydata()[-1])):
+        end = line.get_xdata()[-1], line.get_ydata()[-1]
+        style = {"textcoords": "offset points", "va": "center", "fontsize": 9, "annotation_clip": False}
+        names.append(axes.annotate(name, end, (8, 0), color=line.get_color(), **style))
+    top, points = -1e9, 72 / figure.dpi
+    for name in names:
+        box = name.get_window_extent()
+        shift = max(0.0, top + 2 - box.y0)
+        name.set_position((8, shift * points))
+        top = box.y1 + shift
+
+
 def save(figure: Any, path: str | Path, dpi: int) -> None:
     """Write a figure to its file, and close it."""
     from matplotlib import pyplot

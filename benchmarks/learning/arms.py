@@ -72,19 +72,27 @@ class LearningArm:
 
     @property
     def title(self) -> str:
+        feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
+        if isinstance(self.strategy, Residual) and self.strategy.dtype != torch.float32:
+            feedback += f" in {self.strategy.dtype}".replace("torch.", "")
+        begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
+        return self._named(f" by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}")
+
+    @property
+    def short(self) -> str:
+        """The title in pictures: without exchange and feedback."""
+        return self._named("")
+
+    def _named(self, how: str) -> str:
         if self.between is not None:
             return str(self.between)
         momentum = "" if self.momentum == MOMENTUM else f", momentum {self.momentum:g}"
         if self.plain:
             return FLOAT32 + (f", {self.late} steps late" if self.late else "") + momentum
-        feedback = "" if self.strategy is None else f", {type(self.strategy).__name__}"
-        if isinstance(self.strategy, Residual) and self.strategy.dtype != torch.float32:
-            feedback += f" in {self.strategy.dtype}"
-        begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
         method = {"adam": "1-bit Adam, ", "lion": "Distributed Lion, "}.get(self.method, "")
-        text = f"{method}{label(self.codec)} by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}"
         rounds = "" if self.rounds is None else f", {self.rounds}"
-        return text.replace("torch.", "") + rounds + momentum + ("" if self.nesterov else ", heavy ball")
+        codec = label(self.codec).replace("torch.", "")
+        return f"{method}{codec}{how}{rounds}{momentum}" + ("" if self.nesterov else ", heavy ball")
 
     @property
     def kind(self) -> str:

@@ -236,7 +236,7 @@ def report(runs: Sequence[Run], content: dict[str, Any], output: str, recipe: Re
     Table(f"A byte-level language model, {model}", *table(summaries)).print()
     notes = limits(seeds, ranks, os.cpu_count())
     print("\n".join(f"- {note}" for note in notes))
-    plot(runs, Path(f"{output}.png"), f"{model}, {seeds} seed{'s' * (seeds > 1)} (band: range over seeds)")
+    plot(runs, Path(f"{output}.png"), f"{model}, {'one seed' if seeds == 1 else f'{seeds} seeds (band: their range)'}")
     content |= {"summaries": summaries, "runs": [dataclasses.asdict(run) for run in runs], "limits": notes}
     write_json(f"{output}.json", content)
     print(f"Wrote {output}.png and {output}.json.", flush=True)

@@ -258,87 +258,53 @@ def times(interval: Mapping[str, float], seeds: int) -> str:
     return mean if seeds == 1 else f"{mean} [{interval['low']:.2f}, {interval['high']:.2f}]"
 
 
+#: Lines of a picture.
+LINES = 5
+
+
 def plot(result: Mapping[str, Any], path: str) -> None:
-    """A row for each number of ranks: loss against epochs, loss against time at the slowest rate, and time to the
-    target against bandwidth. Needs matplotlib."""
+    """Time to the target loss against bandwidth, a panel for each number of ranks. Needs matplotlib."""
     worlds = result["worlds"]
-    figure, axes = report.subplots(len(worlds), 3, figsize=(15, 4.6 * len(worlds) + 0.8), squeeze=False)
-    for (by_epoch, by_time, by_rate), world in zip(axes, worlds, strict=True):
-        draw_curves(by_epoch, by_time, result, world)
-        draw_rates(by_rate, world)
-        for panel in (by_epoch, by_time, by_rate):
-            panel.grid(alpha=0.25)
-            panel.spines[["top", "right"]].set_visible(False)
-    named: dict[str, Any] = {}
-    for panel in (*axes[0][2:], axes[0][0]):  # some arms never reach the target, one has no curve of its own
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            named.setdefault(label, handle)
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, frameon=False)
+    figure, axes = report.subplots(1, len(worlds), figsize=(8.5 * len(worlds), 5), squeeze=False)
+    for panel, world in zip(axes[0], worlds, strict=True):
+        draw_rates(panel, world)
     seeds = result["arguments"]["seeds"]
-    bands = f"{seeds} seed{'s' * (seeds > 1)} (bands: range over seeds)"
-    figure.suptitle(f"{result['task']['title']}, {result['task']['optimizer']}, {bands}")
+    task = f"{result['task']['title']}, {result['task']['optimizer']}, mean of {seeds} seed{'s' * (seeds > 1)}"
+    figure.suptitle(f"Seconds until the loss is float32's: {task}", fontsize=11)
     report.save(figure, path, dpi=110)
 
 
-def draw_curves(by_epoch: Any, by_time: Any, result: Mapping[str, Any], world: Mapping[str, Any]) -> None:
-    """Loss of every arm that learns by itself, against epochs and against seconds."""
-    unit, slowest = result["task"]["loss_unit"], next(iter(world["joined"]))
-    target = fmean(world["target_loss"])
-    for name, runs in by_arm(world["runs"]).items():
-        arm, row = TRAINED[name], world["joined"][slowest].get(name)
-        readings = list(zip(*(run["curve"] for run in runs), strict=True))
-        losses = [[math.nan if point["loss"] is None else point["loss"] for point in reading] for reading in readings]
-        steps = [reading[0]["step"] for reading in readings]
-        panels = [(by_epoch, [step / result["steps_per_epoch"] for step in steps])]
-        if row is not None:
-            dense = world["joined"][slowest][DENSE]["step_s"]
-            begin = arm.dense_steps
-            panels.append((by_time, [min(s, begin) * dense + max(0, s - begin) * row["step_s"] for s in steps]))
-        for panel, x in panels:
-            panel.plot(x, [fmean(loss) for loss in losses], color=arm.colour, linewidth=1.8, label=arm.title)
-            low, high = [min(loss) for loss in losses], [max(loss) for loss in losses]
-            panel.fill_between(x, low, high, color=arm.colour, alpha=0.15, lw=0)
-    start = by_arm(world["runs"])[DENSE][0]["curve"]
-    for panel in (by_epoch, by_time):
-        panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
-        # An arm that diverges leaves the picture rather than flattening the others.
-        panel.set_ylim(0.0 if target < 0.5 else 0.97 * target, min(start[0]["loss"], start[1]["loss"] * 1.1))
-    by_epoch.set(xlabel="epochs", ylabel=f"validation loss, {unit}", title=f"{world['world']} ranks: learning")
-    by_epoch.set_xlim(left=0)
-    by_time.set(xlabel="seconds", title=f"the same at {spoken(slowest)}; dotted: target (mean)", xscale="log")
+def drawn(world: Mapping[str, Any]) -> list[str]:
+    """The arms in the picture: float32 and fp16, and of those that reach the target with every seed at every rate the
+    fastest ones, by the geometric mean over rates."""
+
+    def speed(name: str) -> float:
+        times = [mean_time(rows[name]) for rows in world["joined"].values()]
+        return math.inf if None in times else math.prod(time for time in times if time is not None)
+
+    others = [name for name in next(iter(world["joined"].values())) if name not in (FLOOR, *PLAIN)]
+    fastest = sorted((name for name in others if speed(name) < math.inf), key=speed)
+    return [*PLAIN, *fastest[: LINES - len(PLAIN)]]
 
 
 def draw_rates(panel: Any, world: Mapping[str, Any]) -> None:
-    """Time to the target against bandwidth; a ring where an arm stops being faster than float32 and fp16."""
     from matplotlib.ticker import LogLocator
 
     rates = list(world["joined"])
     shaped = [flags.parse_rate(rate) for rate in rates]
     fastest = max((rate for rate in shaped if rate is not None), default=10**9)
     places = [fastest * 4 if rate is None else rate for rate in shaped]  # loopback has no rate: beyond the others
-    for name in world["joined"][rates[0]]:
-        found = [mean_time(world["joined"][rate][name]) for rate in rates]
-        if name == FLOOR or None in found:
-            continue
-        arm = TRAINED[name]
-        style = "--" if arm.exchange == "auto" else "-"
-        panel.plot(places, found, style, color=arm.colour, marker="o", markersize=4, linewidth=1.8, label=arm.title)
-        crossing = world["crossover"].get(name, {}).get("rate")
-        if crossing is not None:
-            height = [math.log(t) for t in found if t is not None]
-            order = sorted(zip(places, height, strict=True))
-            panel.plot(crossing, math.exp(between(order, crossing)), "o", color=arm.colour, ms=11, mfc="none", mew=2)
-    panel.set(xscale="log", yscale="log", ylabel="seconds to the target", xlabel="bandwidth of a rank's link")
+    lines = []
+    for name in drawn(world):
+        arm, found = TRAINED[name], [mean_time(world["joined"][rate][name]) for rate in rates]
+        if None not in found:
+            (line,) = panel.plot(places, found, color=arm.colour, marker="o", markersize=4, linewidth=1.8)
+            lines.append((line, arm.title.removeprefix("gradwire, ").replace(", parameters", ",\nparameters")))
+    panel.set(xscale="log", yscale="log", xlabel="bandwidth of a rank's link", title=f"{world['world']} ranks")
     panel.set_xticks(places, [spoken(rate) for rate in rates])
     panel.minorticks_off()
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.set_title("time to equal loss; ring: crossover")
-
-
-def between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The height at `x` of the line through `points`, over the logarithm of their places."""
-    for (low, first), (high, second) in pairwise(points):
-        if low <= x <= high:
-            return first + (second - first) * math.log(x / low) / math.log(high / low)
-    return points[-1][1]
+    panel.yaxis.set_major_formatter("{x:g} s")
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    report.label_ends(panel, lines)

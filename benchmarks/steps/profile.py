@@ -224,25 +224,16 @@ def draw_step(axes: Any, spans: Sequence[Span], chosen: int) -> None:
 
 
 def draw_bucket(axes: Any, spans: Sequence[Span], bucket: int) -> None:
-    """The bucket's way alone, with the time each part of it takes."""
+    """The bucket's way alone, with the time that each of its longer parts takes."""
     ready, *phases = spans
     queued = {"what": "queued", "start": ready["start"], "end": phases[0]["start"]}
     begin, end = queued["start"], phases[-1]["end"]
-    taken: list[float] = []  # up to where each line of labels above the bar is
     for span in (queued, *phases):
         bar(axes, 0, span, edgecolor="black", linewidth=0.8)
         length, middle = span["end"] - span["start"], (span["start"] + span["end"]) / 2
         if length > 0.07 * (end - begin):
             axes.text(middle, 0, f"{span['what']}\n{length:.1f} ms", ha="center", va="center", fontsize=10)
-        else:
-            line = {"arrowstyle": "-", "color": "#777777"}
-            text = f"{span['what']} {length:.1f} ms"
-            half = 0.0041 * len(text) * (end - begin)
-            free = (n for n, right in enumerate(taken) if right < middle - half)
-            level = next(free, len(taken))
-            taken[level : level + 1] = [middle + half]
-            axes.annotate(text, (middle, 0.3), (middle, 0.45 + 0.2 * level), ha="center", fontsize=9, arrowprops=line)
-    axes.set(yticks=[0], yticklabels=[f"bucket {bucket}"], ylim=(-0.4, 0.5 + 0.2 * max(len(taken), 1)))
+    axes.set(yticks=[0], yticklabels=[f"bucket {bucket}"], ylim=(-0.4, 0.4))
     axes.set_xlim(begin - 0.04 * (end - begin), end + 0.01 * (end - begin))
     axes.set_xlabel("ms since the step began")
     finish(axes)

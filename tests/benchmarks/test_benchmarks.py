@@ -23,7 +23,7 @@ from gradwire.benchmarks import cli, publish
 from gradwire.benchmarks.codec import baselines, inputs, quality, speed
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import ARMS
-from gradwire.benchmarks.learning import learn
+from gradwire.benchmarks.learning import learn, summary
 from gradwire.benchmarks.links import links
 from gradwire.benchmarks.sparse import allreduce
 from gradwire.benchmarks.steps import exchange, hsdp, paired, profile, step
@@ -585,16 +585,23 @@ def test_without_extras_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "pip install 'gradwire[bench]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["learn-digits", "learn-sgd", "profiling"])
+PICTURES: dict[str, Any] = {"exchange": exchange.plot, "learn": learn.plot, "profiling": profile.plot}
+PICTURES["train"] = summary.plot
+
+
+@pytest.mark.parametrize(
+    "name", ["exchange", "learn-adamw", "learn-digits", "learn-sgd", "profiling", "train-digits", "train-large"]
+)
 def test_labels_do_not_cover_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(report, "save", lambda figure, path, dpi: drawn.append(figure))
-    draw: Any = profile.plot if name == "profiling" else learn.plot
+    draw = PICTURES[name.partition("-")[0]]
     draw(json.loads((publish.RESULTS / f"{name}.json").read_text("utf-8")), Path("nowhere.png"))
     drawn[0].draw_without_rendering()
     texts = [text for axes in drawn[0].axes for text in axes.texts if text.get_text()]
     boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts]  # without their arrows
-    assert len(boxes) > 3
+    assert len(boxes) >= 3
+    assert name == "profiling" or all(len(axes.texts) <= 5 for axes in drawn[0].axes)
     for (one, box), (other, beside) in itertools.combinations(boxes, 2):
         assert not box.overlaps(beside), (one, other)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -130,30 +131,50 @@ def picture(width: int, height: int, title: str, description: str, body: Iterabl
     )
 
 
+def room_width(name: str) -> int:
+    """Of a room's box; of an arrow's place between boxes, whose name has spaces."""
+    return 14 if " " in name else 8 * len(name) + 16
+
+
 def rooms_picture(modules: Mapping[str, str]) -> str:
     """Boxes for rooms, from the public names at the top down to the kernels; an arrow for each import."""
     graph = rooms(modules)
     levels = depths(graph)
     rows = [sorted(name for name in graph if levels[name] == i) for i in reversed(range(max(levels.values()) + 1))]
-    high, width = 66, 1080
-    places = {
-        name: (width * (i + 1) / (len(row) + 1), 44 + high * number)
-        for number, row in enumerate(rows)
-        for i, name in enumerate(row)
-    }
-    lines, boxes = [], []
+    ways: dict[tuple[str, str], list[str]] = {}
     for name, targets in sorted(graph.items()):
-        (x, y) = places[name]
-        wide = 8 * len(name) + 16
+        for target in sorted(targets):  # an arrow has a place of its own in the rows between, so no box lies on it
+            between = range(levels[name] - 1, levels[target], -1)
+            ways[name, target] = [name, *(f"{name} {target} {level}" for level in between), target]
+            for level, place in zip(between, ways[name, target][1:], strict=False):
+                rows[-1 - level].append(place)
+    high, width = 66, 1240
+    places: dict[str, tuple[float, float]] = {}
+    for number, row in enumerate(rows):
+        above: dict[str, list[float]] = {name: [] for name in row}
+        for way in ways.values():
+            for upper, lower in pairwise(way):
+                if lower in above:
+                    above[lower].append(places[upper][0])
+        row.sort(key=lambda name: sum(above[name]) / len(above[name]) if above[name] else width / 2)
+        spare = (width - sum(map(room_width, row))) / (len(row) + 1)
+        left = spare
+        for name in row:
+            places[name] = (left + room_width(name) / 2, 44 + high * number)
+            left += room_width(name) + spare
+    lines, boxes = [], []
+    for name in sorted(graph):
+        (x, y), wide = places[name], room_width(name)
         boxes.append(f'<rect class="box" x="{x - wide / 2:.0f}" y="{y - 16}" width="{wide}" height="32" rx="6"/>')
         boxes.append(f'<text class="code middle" x="{x:.0f}" y="{y + 5}">{escape(name)}</text>')
-        for target in sorted(targets):
-            to_x, to_y = places[target]
-            bend = (to_y - y) / 2
-            lines.append(
-                f'<path class="line" d="M{x:.0f} {y + 16} C{x:.0f} {y + bend:.0f} {to_x:.0f} {to_y - bend:.0f} '
-                f'{to_x:.0f} {to_y - 18}" marker-end="url(#tip)"/>'
-            )
+    for (_, target), way in ways.items():
+        path = f"M{places[way[0]][0]:.0f} {places[way[0]][1] + 16}"
+        for upper, lower in pairwise(way):  # beside boxes straight down, between rows in a curve
+            (x, y), (to_x, to_y) = places[upper], places[lower]
+            begin, end = y + 16, to_y - (18 if lower == target else 16)
+            bend = (end - begin) / 2
+            path += f" L{x:.0f} {begin} C{x:.0f} {begin + bend:.0f} {to_x:.0f} {end - bend:.0f} {to_x:.0f} {end}"
+        lines.append(f'<path class="line" d="{path}" marker-end="url(#tip)"/>')
     text = "Folders of gradwire; an arrow leads from one that imports to what it imports. " + "; ".join(
         f"{name} → {', '.join(sorted(targets))}" for name, targets in sorted(graph.items()) if targets
     )
