@@ -16,37 +16,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from .codec import codecs, entropy_coding, patches
+from . import cli
 from .common import report
-from .elastic import elastic
-from .gpu import gpu_model
-from .learning import learn, train
 from .links import links
-from .sparse import allreduce
-from .steps import exchange, hsdp, paired, pipeline, profile, step
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
 PAGE = DOCS / "benchmark-tables.md"
-COMMANDS: dict[str, ModuleType] = {
-    "allreduce": allreduce,
-    "codecs": codecs,
-    "elastic": elastic,
-    "entropy": entropy_coding,
-    "exchange": exchange,
-    "gpu-model": gpu_model,
-    "hsdp": hsdp,
-    "learn": learn,
-    "paired": paired,
-    "patch": patches,
-    "pipeline": pipeline,
-    "profile": profile,
-    "step": step,
-    "train": train,
-}
 
 
 @dataclass(frozen=True)
@@ -197,7 +175,7 @@ SET = publications(COMMANDS_OF)
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a subcommand and its arguments."""
     parser = argparse.ArgumentParser()
-    COMMANDS[arguments[0]].add_arguments(parser)
+    cli.module(arguments[0]).add_arguments(parser)
     return parser.parse_args(arguments[1:])
 
 
@@ -268,7 +246,7 @@ def filled(text: str) -> str:
 def section(publication: Publication, result: Mapping[str, Any]) -> Iterable[str]:
     """The command, its tables, and its picture, in Markdown."""
     yield f"```sh\ngradwire-bench {publication.command}\n```"
-    for table in COMMANDS[publication.arguments[0]].tables(result):
+    for table in cli.module(publication.arguments[0]).tables(result):
         yield markdown(table)
     if publication.plot:
         yield f"![{publication.name}]({publication.name}.png)"
@@ -279,7 +257,7 @@ def markdown(table: report.Table) -> str:
     lines = [table.columns, ["---"] + ["--:"] * (len(table.columns) - 1), *table.rows]
     cells = "\n".join(f"| {' | '.join(escaped(cell) for cell in line)} |" for line in lines)
     notes = "\n".join(f"- {escaped(note)}" for note in table.caption.splitlines())
-    return f"**{table.title}**\n\n{cells}\n\n{notes}"
+    return f"**{table.title}**\n\n{cells}" + (f"\n\n{notes}" if notes else "")
 
 
 def escaped(cell: str) -> str:

@@ -44,7 +44,8 @@ OPERATIONS = {
     "torch": "the same as encode_feedback, in torch operations",
     "round_trip": "the work of one of PyTorch's hooks on a bucket, without communication",
 }
-SHOWN = ("encode_feedback", "encode_tracking", "encode", "decode_mean")
+#: In the table.
+SHOWN = ("encode_feedback", "encode", "decode_mean", "encode_tracking")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: The reference backend is the specification in NumPy, some hundred times slower: it gets less to do.
 REFERENCE_NUMEL, REFERENCE_REPEATS = 1 << 20, 3
@@ -158,58 +159,50 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
     arguments = result["arguments"]
     rows = [*result["codecs"], *result["rivals"]]
     where = report.describe(result["environment"])
-    notes = (
-        f"{where}\nmedians of {arguments['repeats']} in turns, in units of torch.add(grad, residual, out=residual) in "
-        "the same run; (10⁹ elements a second)\nof add's GB/s: encode_feedback's least traffic, gradient and wire "
-        "once, residual twice; Tracking's: encode_feedback with a momentum, read and written too, so 5/3 of that"
-    )
     found = []
     for condition in dict.fromkeys(tuple(row[name] for name in facts) for row in rows):
         group = [row for row in rows if tuple(row[name] for name in facts) == condition]
         backend, dtype, numel, gradients, threads = condition
-        title = f"Codecs on {numel:,} {dtype}, {gradients}, backend {backend}, {threads} thread(s)"
-        columns = ["codec", "bytes/elem", "add Gelem/s", "copy", "encode_feedback", "Tracking's", "encode"]
-        columns += [f"decode_mean P={arguments['ranks']}", "of add's GB/s", "torch chain", "round trip"]
-        found.append(report.Table(title, columns, [speed_row(row) for row in group], notes))
-    if result["quality"]:
-        columns = ["codec", "gradients", "rel. error", "cosine", "bias", "bias / std. error", "of clipped"]
-        columns += ["bits spent", "entropy"]
-        title = f"Quality on {arguments['quality_numel']:,} float32"
+        add = report.median([row["gelem_per_s"]["add"] for row in group])
         notes = (
-            f"{where}\nbias: mean signed error / mean magnitude; over {arguments['seeds']} draws: the mean's distance "
-            "from the gradient in standard errors, about 1 where unbiased; TernGrad's beside what it clips to"
+            f"{where}\nmedians of {arguments['repeats']} in turns, in units of torch.add(grad, residual, out=residual) "
+            f"in the same run: {add:.2f}·10⁹ elements a second\nbits: of an element; EF: encode with error feedback; "
+            f"decode: the mean of {arguments['ranks']} wires; Tracking: EF with a momentum, 5/3 of the traffic; in "
+            "torch: EF as a chain of torch's operations, and PyTorch's hooks there and back"
         )
-        found.append(report.Table(title, columns, [quality_row(row) for row in result["quality"]], notes))
+        title = f"Codecs on {numel:,} {dtype}, {gradients}, backend {backend}, {threads} thread(s)"
+        columns = ["codec", "bits", "EF", "encode", "decode", "Tracking", "in torch"]
+        found.append(report.Table(title, columns, [speed_row(row) for row in group], notes))
+    kinds = list(dict.fromkeys(row["gradients"] for row in result["quality"]))
+    for kind in kinds:
+        columns = ["codec", "rel. error", "cosine", "bias", "in std. errors", "entropy"]
+        title = f"Quality on {arguments['quality_numel']:,} float32, {kind}"
+        notes = (
+            f"{where}\nbias: mean signed error / mean magnitude; in standard errors: the mean's distance from the "
+            f"gradient over {arguments['seeds']} draws, about 1 where unbiased; TernGrad's from what it clips to; "
+            "entropy: of the codes, bits an element"
+        )
+        group = [row for row in result["quality"] if row["gradients"] == kind]
+        found.append(report.Table(title, columns, list(map(quality_row, group)), notes if kind == kinds[-1] else ""))
     return found
 
 
 def speed_row(row: Mapping[str, Any]) -> list[str]:
-    ratio, speed = row["ratio_to_add"], row["gelem_per_s"]
-
-    def cell(name: str) -> str:
-        return f"{ratio[name]:.2f} ({speed[name]:.3g})" if name in ratio else ""
-
-    def plain(name: str) -> str:
-        return f"{ratio[name]:.1f}" if name in ratio else ""
-
-    share = f"{row['share_of_add']['encode_feedback']:.0%}" if "share_of_add" in row else ""
-    start = [row["label"], f"{row['wire_bytes_per_element']:.4f}", f"{speed['add']:.2f}"]
-    return [*start, plain("copy"), *map(cell, SHOWN), share, plain("torch"), plain("round_trip")]
+    ratio = row["ratio_to_add"]
+    chain = ratio.get("torch", ratio.get("round_trip"))
+    cells = [f"{ratio[name]:.2f}" if name in ratio else "" for name in SHOWN]
+    return [row["label"], f"{8 * row['wire_bytes_per_element']:.2g}", *cells, "" if chain is None else f"{chain:.1f}"]
 
 
 def quality_row(row: Mapping[str, Any]) -> list[str]:
-    def optional(value: float | None) -> str:
-        return "" if value is None else f"{value:.3g}"
-
+    errors = row["bias_of_clipped_in_standard_errors"]
+    errors = row["bias_in_standard_errors"] if errors is None else errors
     return [
         row["label"],
-        row["gradients"],
         f"{row['relative_error']:.3g}",
         f"{row['cosine']:.4f}",
         f"{row['bias']:.1e}",
-        optional(row["bias_in_standard_errors"]),
-        optional(row["bias_of_clipped_in_standard_errors"]),
-        f"{row['bits_per_element']:.3f}",
+        "" if errors is None else f"{errors:.3g}",
         f"{row['entropy_bits_per_element']:.3f}",
     ]
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -180,19 +183,80 @@ class Table:
     caption: str = ""
 
     def print(self) -> None:
-        """Needs rich."""
-        from rich.console import Console
-        from rich.table import Table
+        """As wide as the terminal, or COLUMNS; in a pipe 100 characters."""
+        print(self.text(shutil.get_terminal_size((100, 24)).columns), end="\n\n")
 
-        table = Table(title=self.title, caption=self.caption or None, title_justify="left", caption_justify="left")
-        for place, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if place else "left", no_wrap=not place)
-        for row in self.rows:
-            table.add_row(*row)
-        console = Console()
-        # A pipe has no width: there a table is as wide as it needs to be.
-        console = console if console.is_terminal else Console(width=160)
-        console.print(table)
+    def text(self, width: int) -> str:
+        """Lines of at most `width` characters, or of the longest word.
+
+        Only words are wrapped, and of cells only long ones. Where the columns do not fit beside each other, more lines
+        follow with the first column and the next ones.
+        """
+        columns = [
+            [line for cell in column for line in cell.splitlines()] for column in zip(*self.rows, strict=True)
+        ] or [[] for _ in self.columns]
+        least = [_least(head, cells) for head, cells in zip(self.columns, columns, strict=True)]
+        widest = [
+            max(map(len, [*head.splitlines(), *cells]), default=0)
+            for head, cells in zip(self.columns, columns, strict=True)
+        ]
+        room = width - sum(least[1:]) - GAP * (len(least) - 1)
+        narrow = max(least[0], min(widest[0], max(room, 2 * width // 5)))
+        tried = {names: _parts(names, least, width) for names in (widest[0], narrow)}
+        names = min(tried, key=lambda names: (len(tried[names]), -names))
+        blocks = [_wrapped(self.title, width)]
+        for part in tried[names]:
+            widths = {0: names} | {place: least[place] for place in part}
+            for place in part:  # what is left widens those that would be wrapped
+                left = width - sum(widths.values()) - GAP * len(part)
+                widths[place] += max(0, min(left, widest[place] - least[place]))
+            heads = _lines({place: self.columns[place] for place in widths}, widths)
+            rows = [line for row in self.rows for line in _lines({place: row[place] for place in widths}, widths)]
+            blocks.append([*heads, "-" * (sum(widths.values()) + GAP * len(part)), *rows])
+        blocks.append([line for note in self.caption.splitlines() for line in _wrapped(note, width)])
+        return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+#: Characters between two columns; and of a cell that may be wrapped.
+GAP, LONG = 2, 24
+
+
+def _least(head: str, cells: Sequence[str]) -> int:
+    """The fewest characters of a column: of words, and of cells that are no longer than `LONG`."""
+    words = [word for text in (head, *(cell for cell in cells if len(cell) > LONG)) for word in text.split()]
+    return max(map(len, [*words, *(cell for cell in cells if len(cell) <= LONG)]), default=0)
+
+
+def _parts(names: int, least: Sequence[int], width: int) -> list[list[int]]:
+    """The columns that fit beside each other, and beside the first one, of width `names`."""
+    parts: list[list[int]] = [[]]
+    for place in range(1, len(least)):
+        if parts[-1] and names + sum(least[i] + GAP for i in (*parts[-1], place)) > width:
+            parts.append([])
+        parts[-1].append(place)
+    return parts
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Its lines, broken at spaces alone."""
+    whole = (textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
+    return [line for lines in whole for line in lines]
+
+
+def _lines(cells: Mapping[int, str], widths: Mapping[int, int]) -> list[str]:
+    """One row: the first column to the left, and others to the right, above each other where they are wrapped."""
+    columns = {place: _wrapped(cell, widths[place]) for place, cell in cells.items()}
+    if len(columns[0]) > 1:  # what goes on is indented
+        first, *rest = columns[0]
+        columns[0] = [first, *(f"  {line}" for line in _wrapped(" ".join(rest), widths[0] - 2))]
+    lines = itertools.zip_longest(*columns.values(), fillvalue="")
+    gap, sides = " " * GAP, [">" if place else "<" for place in columns]
+    return [
+        gap.join(
+            f"{text:{side}{widths[place]}}" for text, side, place in zip(line, sides, columns, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def print_tables(tables: Iterable[Table]) -> None:

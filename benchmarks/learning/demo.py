@@ -165,24 +165,19 @@ def summarize(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for people."""
-    columns = ["arm", "validation,\nbits per byte", "against\nfp32", "KB sent a step\nand rank"]
-    columns += ["bits per element,\nrun (end)", "times fewer\nbytes", "step,\nms"]
-    columns += ["encode, exchange,\ndecode: % of step"]
-    rows = []
-    for s in summaries:
-        bits, end = s["bits_per_element"], s["bits_per_element_at_the_end"]
-        rows.append(
-            [
-                ARMS[s["arm"]].title,
-                f"{s['bits_per_byte']:.3f}" + (f" ± {s['spread']:.3f}" if s["spread"] is not None else ""),
-                "" if s["change"] is None else f"{s['change']:+.1%}",
-                f"{s['sent_bytes_per_step'] / 1e3:,.0f}" + "*" * (not s["share_of_step"]),
-                f"{bits:.2f}" + (f" ({end:.2f})" if f"{bits:.2f}" != f"{end:.2f}" else ""),
-                f"{s['times_fewer_than_fp32']:.1f}",
-                f"{s['step_seconds'] * 1e3:.0f}",
-                ", ".join(f"{s['share_of_step'][phase]:.0%}" for phase in PHASES if s["share_of_step"]),
-            ]
-        )
+    columns = ["arm", "validation,\nbits per byte", "against\nfp32", "KB sent\na step"]
+    columns += ["times fewer\nbytes", "step,\nms"]
+    rows = [
+        [
+            ARMS[s["arm"]].title,
+            f"{s['bits_per_byte']:.3f}" + (f" ± {s['spread']:.3f}" if s["spread"] is not None else ""),
+            "" if s["change"] is None else f"{s['change']:+.1%}",
+            f"{s['sent_bytes_per_step'] / 1e3:,.0f}" + "*" * (not s["share_of_step"]),
+            f"{s['times_fewer_than_fp32']:.1f}",
+            f"{s['step_seconds'] * 1e3:.0f}",
+        ]
+        for s in summaries
+    ]
     return columns, rows
 
 
@@ -197,8 +192,7 @@ def limits(seeds: int, ranks: int, cores: int | None) -> list[str]:
         "* by formula, 4 or 2 bytes an element.",
         f"Step times show what compression costs, not what it gains: {ranks} ranks share {cores} cores and talk over "
         "loopback, which is no slow network. For gains: gradwire-bench step, on links of a set speed.",
-        "Encode, exchange and decode run beside the backward pass, so their shares are not added time; "
-        "exchange includes waiting for the slower rank.",
+        "The JSON file has bits an element and the shares of encode, exchange and decode in a step.",
     ]
 
 
@@ -233,9 +227,9 @@ def report(runs: Sequence[Run], content: dict[str, Any], output: str, recipe: Re
     summaries = summarize(runs)
     seeds, ranks = len({run.seed for run in runs}), content["ranks"]
     model = f"{content['parameters'] / 1e6:.2f} M parameters, {recipe.steps} steps, {ranks} ranks"
-    Table(f"A byte-level language model, {model}", *table(summaries)).print()
     notes = limits(seeds, ranks, os.cpu_count())
-    print("\n".join(f"- {note}" for note in notes))
+    title = f"A byte-level language model, {model}"
+    Table(title, *table(summaries), caption="\n".join(f"- {note}" for note in notes)).print()
     plot(runs, Path(f"{output}.png"), f"{model}, {'one seed' if seeds == 1 else f'{seeds} seeds (band: their range)'}")
     content |= {"summaries": summaries, "runs": [dataclasses.asdict(run) for run in runs], "limits": notes}
     write_json(f"{output}.json", content)

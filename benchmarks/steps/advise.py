@@ -46,7 +46,7 @@ from ..common.arms import ARMS, BASELINE, DENSE, FLOOR, Arm
 from ..common.launch import LinkError
 from ..common.models import load
 from ..links import flags, links
-from ..links.verification import as_long, caption
+from ..links.verification import Proof, as_long, caption
 from .paired import Trainee, on_one_batch
 
 #: PyTorch's own ways; the faster one is what a codec has to beat.
@@ -165,13 +165,14 @@ def on_links(options: argparse.Namespace, how: Mapping[str, Any]) -> dict[str, A
     device = next(load(options.model)[0].parameters()).device
     if device.type != "cpu":
         raise ValueError(f"--model {options.model} is on {device}: ranks here would share it; {TORCHRUN}")
-    launches, proofs = [], []
+    launches: list[Any] = []
+    proofs: list[Proof] = []
     try:
         with links.open_links(world, rate, distance) as connection:
             for launch in range(LAUNCHES):
                 print(f"measuring {options.model} on {connection}: {launch + 1} of {LAUNCHES}", file=sys.stderr)
                 proof, ranks = connection.run_proven(measure, how, TIMEOUT)
-                proofs.append(proof)
+                proofs += [proof] if proof else []  # there is one, as there is a rate
                 launches.append(ranks)
     except LinkError as error:
         raise LinkError(f"advise cannot measure here: {error}; {TORCHRUN}") from error
