@@ -95,20 +95,6 @@ class LearningArm:
         return f"{method}{codec}{how}{rounds}{momentum}" + ("" if self.nesterov else ", heavy ball")
 
     @property
-    def kind(self) -> str:
-        """The legend of a plot: what is exchanged."""
-        if self.plain:
-            return FLOAT32
-        if self.between is not None:
-            return "activations and their gradients"
-        if self.rounds is not None:
-            return "parameters, every few steps"
-        if self.method:
-            return "what the optimizer makes of gradients"
-        strategies: dict[type, str] = {Tracking: "gradients, Tracking", Momentum: "gradients, Momentum"}
-        return strategies.get(type(self.strategy), "gradients")
-
-    @property
     def has_momentum(self) -> bool:
         """True if the optimizer must have no momentum of its own."""
         return self.strategy is not None and self.strategy.has_momentum
