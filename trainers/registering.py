@@ -46,8 +46,8 @@ def register_hook(
             f"the model has a communication hook already, {ddp._comm_hooks[0][0].__qualname__}: leave that out of the "
             "trainer's options, as a model has one hook only"
         )
-    if grad_scaler != "own" and grad_scaler is not state.grad_scaler and (grad_scaler is not None or state.bound):
-        state.grad_scaler = grad_scaler  # each trainer has its own
-    state.bind(ddp)
+    if grad_scaler == "own" or (grad_scaler is None and not state.bound):
+        grad_scaler = state.grad_scaler
+    state._follow(ddp, grad_scaler)  # each trainer has its own
     if not registered:
         ddp.register_comm_hook(state, compress_hook)

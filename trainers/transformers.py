@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..hooks import CompressState
-from ..hooks.core.checkpoint import MEAN
 from . import files
 from .registering import register_hook
 
@@ -29,7 +26,7 @@ class TransformersCallback(TrainerCallback):
     another number of ranks, each gets the mean of all ranks' residuals.
 
     If `train` begins with another model than the last time, as with `model_init` in each trial of a
-    `hyperparameter_search`, the former model's residuals are dropped, and steps are counted anew.
+    `hyperparameter_search`, the state begins anew, as in `CompressState.bind`.
 
     Args:
         trainer: the trainer that gets the callback.
@@ -45,7 +42,6 @@ class TransformersCallback(TrainerCallback):
         self, trainer: Trainer, state: CompressState, resume_from: str | Path | None = None, *, strict: bool = True
     ) -> None:
         self.trainer, self.state, self.resume_from, self.strict = trainer, state, resume_from, strict
-        self._trained: weakref.ref[nn.Module] | None = None
         #: The folder from which the Trainer loaded its optimizer, when it began to train.
         self._loaded: str | Path | None = None
         load: Any = getattr(trainer, "_load_optimizer_and_scheduler", None)
@@ -63,10 +59,6 @@ class TransformersCallback(TrainerCallback):
         model = self.trainer.model_wrapped
         if args.world_size == 1 and not isinstance(model, DistributedDataParallel):
             return
-        trained: Any = self.trainer.model
-        if self._trained is not None and self._trained() is not trained:
-            self._begin_anew()
-        self._trained = weakref.ref(trained)
         if state.global_step > 0:
             self._resume(args, state)
         register_hook(model, self.state, self.trainer.accelerator.scaler)
@@ -74,13 +66,6 @@ class TransformersCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.state.bound and not args.save_only_model:
             files.save(self.state, self._folder(args, state))
-
-    def _begin_anew(self) -> None:
-        saved = self.state.state_dict()
-        nothing: dict[str, Any] = {"step": 0, "residuals": {MEAN: {}}}
-        if "vectors" in saved:
-            nothing["vectors"] = {vector: {MEAN: {}} for vector in saved["vectors"]}
-        self.state.load_state_dict({**saved, **nothing})
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
         if self._loaded is not None:

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,12 @@ Schedule = Callable[[int], Codec]
 BIND = (
     "call state.bind(ddp_model) on every rank, once the model is wrapped in DistributedDataParallel and before the "
     "first backward pass"
+)
+
+
+FOREIGN = (
+    "this CompressState was made for another model, and would add that one's residuals to the gradients of this one: "
+    "make a CompressState for each model, or call state.bind(ddp_model) on every rank before training to begin anew"
 )
 
 
@@ -131,7 +137,7 @@ class CompressState(State):
                 "gradwire's exchanges cannot be captured in a CUDA graph: leave backward out of the graph"
             )
         if dense_path is None or not dense_path.under_way:
-            dense_path = self._choose_dense_path(grad_bucket)
+            dense_path = self._choose_dense_path(grad_bucket, buffer)
         if dense_path is not None:
             future = dense_path.reduce(buffer)
             if grad_bucket.is_last():
@@ -171,28 +177,33 @@ class CompressState(State):
     def _find_model(self, grad_bucket: dist.GradBucket) -> None:
         """Find the model of a bucket: in the first step of a state without a model, of a copy, or after the model has
         been wrapped again. Its options tell which means DDP applies."""
-        owner = find_owner(self, grad_bucket.parameters()[0])
-        if owner is not None and self._bound:
+        parameter = grad_bucket.parameters()[0]
+        owner, known = find_owner(self, parameter), id(parameter) in self._names
+        if owner is not None and known:
             self._model, self._discarded = weakref.ref(owner), UnusedMeans(self._parameters, self._feedback)
-        elif owner is not None:
-            self._bind(owner, within_hook=True)
-        elif self._bound:
+        elif owner is not None and (not self._bound or self._resumed == self._step):
+            self._bind(owner, self.grad_scaler, within_hook=True)
+        elif known:
             warnings.warn(
                 "a copied CompressState does not find the model that it is registered at, and cannot keep means that "
                 "DDP throws away: say state.bind(ddp_model) on every rank",
                 stacklevel=3,
             )
             self._model = _nowhere
-        else:
+        elif not self._bound:
             self._connect(RuntimeError("this CompressState does not find its model: " + BIND))
 
-    def _choose_dense_path(self, grad_bucket: dist.GradBucket) -> DensePath | None:
+    def _choose_dense_path(self, grad_bucket: dist.GradBucket, buffer: Tensor) -> DensePath | None:
         """At the begin of a step, or of a backward pass inside another: the dense path, if an all-reduce of each bucket
         is enough; else None."""
         model, dense_path = self._model, self._dense_path
         if model is None or (model is not _nowhere and model() is None):
             self._find_model(grad_bucket)
         if self._open is None:
+            if self._known() is not buffer:
+                if id(grad_bucket.parameters()[0]) not in self._names:
+                    self._refuse_step(FOREIGN)
+                self._known = weakref.ref(buffer)
             self._check_trained()
         if dense_path is None or self._step >= dense_path.until or self._must_compare():
             dense_path = self._dense_path = self._dense_run() if self._open is None else None
@@ -215,8 +226,11 @@ class CompressState(State):
         if self._untrained is None or self._step % DENSE_CHECK_INTERVAL == 0:
             self._untrained = Untrained(model, self._names)
         problem = self._untrained.problem(model)
-        if problem is None:
-            return
+        if problem is not None:
+            self._refuse_step(problem)
+
+    def _refuse_step(self, problem: str) -> NoReturn:
+        """Raise ValueError at the begin of a step, on every rank that takes the pipeline."""
         session = (self._reducer or self._connect(ValueError(f"gradwire: {problem}"))).session
         self._idle()
         try:
@@ -313,13 +327,13 @@ class CompressState(State):
             return
         try:
             interruption = waited(pipeline.wait, lambda _: pipeline.failed)
+            if model is not None:
+                self._discarded.look(model)
         except Exception:
             self._discard(step)
             if model is not None:  # else DDP would report this pass, and nothing else, at the next one
                 model.reducer._reset_state()
             raise
-        if model is not None:
-            self._discarded.look(model)
         self._discarded.expect(step)
         at_end(partial(self._discarded.reclaim_unused, pipeline))
         if frees_buckets(model):
@@ -380,7 +394,7 @@ class CompressState(State):
         if name is None:
             raise ValueError(
                 f"bucket {index} holds a parameter of shape {tuple(parameter.shape)} that this state does not "
-                "know: it was made for another model; make a CompressState for each model"
+                f"know: {FOREIGN}"
             )
         return name
 
@@ -403,6 +417,16 @@ def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.future
         RuntimeError: compression or a peer has failed; a later bucket raises it, or the end of the backward pass.
         TypeError: `state` is no CompressState, or `bucket` is not from DDP's own reducer.
     """
+    try:
+        return _submitted(state, bucket)
+    except Exception:
+        owner = find_owner(state, bucket.parameters()[0]) if isinstance(bucket, dist.GradBucket) else None
+        if owner is not None:  # once the pass has raised: else DDP would report it, and nothing else, at the next one
+            AtEnd(_nowhere, owner.reducer._reset_state).queue()
+        raise
+
+
+def _submitted(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     if not isinstance(state, CompressState):
         raise TypeError(
             f"compress_hook got a state that is a {type(state).__name__}, expected a CompressState: register it with "
@@ -422,4 +446,4 @@ def futures_observed(model: nn.Module | None) -> bool:
 
 
 def _nowhere() -> None:
-    """The model of a copy that does not find it."""
+    """The model of a copy that does not find it; the end of a pass with nothing to do."""

@@ -70,11 +70,19 @@ def parameters_of(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return {names.get(id(p), name): p for name, p in named}
 
 
-def check_same(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError if a state would go on with another model's parameters."""
-    if [(name, p.shape) for name, p in old.items()] == [(name, p.shape) for name, p in new.items()]:
-        return
-    names = sorted(old.keys() ^ new.keys()) or [name for name in old if old[name].shape != new[name].shape] or list(new)
+def begins_anew(old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> bool:
+    """True if a state of the parameters `old` meets another model of equal names and shapes; False if it meets its own,
+    wrapped again, maybe with parameters that were frozen before.
+
+    Raises:
+        ValueError: it meets another model of other names or shapes, or one that shares some parameters only.
+    """
+    if all(new.get(name) is p for name, p in old.items()):
+        return False
+    equal = {name: p.shape for name, p in old.items()} == {name: p.shape for name, p in new.items()}
+    if equal and set(map(id, old.values())).isdisjoint(map(id, new.values())):
+        return True
+    names = sorted(old.keys() ^ new.keys()) or [name for name in old if old[name] is not new[name]]
     raise ValueError(
         f"the state belongs to another model: they differ in {', '.join(map(repr, names[:4]))}; make a CompressState "
         "for each model"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.untraced import untraced
-from ..training.autograd_end import at_end, current_pass
+from ..training.autograd_end import AtEnd, at_end, current_pass
 
 PROBLEM = (
     "backward ran without the hook of the CompressState made for this model: call "
@@ -61,6 +61,7 @@ def expect_hook(
         while handles:
             handles.pop().remove()
         if model is not None and not has_hook(model):
+            AtEnd(list, model.reducer._reset_state).queue()  # else DDP would complain of this pass at the next one
             refuse(PROBLEM)
 
     handles += [p.register_hook(look) for p in parameters]

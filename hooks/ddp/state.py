@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable
@@ -34,12 +35,12 @@ from ..training.optimizer_checks import expect_optimizer
 from ..training.weak_method import weakly
 from .ddp_options import check_options
 from .discarded import UnusedMeans
-from .model_lookup import check_same, ddp_of, find_owner, module_of, parameters_of
+from .model_lookup import begins_anew, ddp_of, find_owner, module_of, parameters_of
 from .registration import check_free, expect_hook, expect_hook_of_copy
 from .untrained import Untrained
 
 #: Attributes that belong to a process, and that copies of a state do not get.
-OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained", "_discarded", "overlap")
+OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained", "_discarded", "_known", "overlap")
 
 
 class State(Counted):
@@ -56,7 +57,9 @@ class State(Counted):
     _open: Step | None  # the step in progress, from its first bucket to its last
     _dense_path: DensePath | None  # reduces steps without the pipeline
     _untrained: Untrained | None  # as of the last check
+    _known: Callable[[], Tensor | None]  # the first bucket's buffer, once it is known to be of this model
     _closed = False
+    _resumed: int | None = None  # the step as of the last load or copy
     _in_step = in_backward
     overlap: Any = None  # an `OverlapForward` that is not closed: it waits for means later than DDP
 
@@ -67,7 +70,7 @@ class State(Counted):
         grad_scaler: torch.amp.GradScaler | None,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        self._options = options
+        self._options = self._given_options = options
         self._exclude = exclude
         self._parameters: dict[str, nn.Parameter] = {}
         self._device = torch.device("cpu")
@@ -155,41 +158,57 @@ class State(Counted):
         residuals, after the same parameters have been wrapped again. Call `bind` then if the former wrapper still
         exists: buckets do not know their model.
 
+        Bound to another model of the same names and shapes, it begins anew: nothing of the former model remains. If it
+        was loaded or copied since its last step, it goes on from there with the new model.
+
         Args:
             model: `CompressState`'s.
 
         Raises:
             TypeError, ValueError: `CompressState`'s; or the checkpoint loaded before does not fit; or the state
-                belongs to another model. The state is unchanged then.
+                belongs to another model, of other names or shapes. The state is unchanged then.
             RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
         """
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "CompressState needs torch.distributed: call torch.distributed.init_process_group() first"
             )
-        ddp = ddp_of(model)
-        if not (self._bound and self._ddp() is ddp):
-            self._bind(ddp)
-            expect_hook(self._parameters.values(), weakly(self._ddp), weakly(self._refuse))
+        self._follow(ddp_of(model), self.grad_scaler)
         return self
 
-    def _bind(self, model: DistributedDataParallel, within_hook: bool = False) -> Reducer:
+    def _follow(self, model: DistributedDataParallel, scaler: torch.amp.GradScaler | None) -> None:
+        """`bind`, with this GradScaler from now on."""
+        if not (self._bound and self._ddp() is model):
+            self._bind(model, scaler)
+            expect_hook(self._parameters.values(), weakly(self._ddp), weakly(self._refuse))
+        elif scaler is not self.grad_scaler:
+            self.grad_scaler = scaler
+
+    def _bind(
+        self, model: DistributedDataParallel, scaler: torch.amp.GradScaler | None, within_hook: bool = False
+    ) -> Reducer:
         before = self.__dict__.copy()
-        again, old = self._bound, self._parameters
-        if again:
-            self._idle()
-            self._disconnect()
         problem: Exception | None = None
         try:
-            self._parameters = parameters_of(model)
+            parameters = parameters_of(model)
+            if self._bound and begins_anew(self._parameters, parameters):
+                self._begin_anew()
+        except Exception as error:  # the other ranks must hear of any error
+            problem = error
+        if self._bound:
+            self._idle()
+            self._disconnect()
+        try:
+            if problem is not None:
+                raise problem
+            self._parameters = parameters
             self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
             self._model, self._model_group = weakref.ref(model), model.process_group
             if not within_hook:
                 check_free(model)
-            if again:
-                check_same(old, self._parameters)
-            else:
-                self._check(model)
+            if scaler is not self.grad_scaler:
+                self.grad_scaler = scaler
+            self._check(model)
             self._discarded = UnusedMeans(self._parameters, self._feedback)
             if not within_hook:
                 self._discarded.look(model)
@@ -198,23 +217,37 @@ class State(Counted):
             if self._loaded is not None:
                 self._load(*self._loaded)
             self._names = {id(p): name for name, p in self._parameters.items()}
-        except Exception as error:  # the other ranks must hear of any error
+        except Exception as error:
             problem = error
         try:
             reducer = self._connect(problem)
         except Exception:
             self.__dict__.update(before)
             raise
-        self._loaded = self._exclude = self._scaler = None
+        self._loaded = self._scaler = None
         expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
         return reducer
+
+    def _begin_anew(self) -> None:
+        """Become a state without a model, which nothing of the former one's remains of."""
+        with contextlib.suppress(Exception):  # the former model's
+            self._idle()
+        loaded = (self._checkpoint.of_rank(), True) if self._resumed == self._step else None
+        if self.overlap is not None:
+            with contextlib.suppress(Exception):
+                self.overlap.close()
+            self.overlap = None
+        self._bound, self._resumed = False, None
+        State.__init__(self, self._given_options, self._exclude, None, self._given_group)
+        self._loaded = loaded
 
     def _check(self, model: DistributedDataParallel) -> None:
         self._options.check(dist.get_world_size(model.process_group))
         check_options(model, self._options.strategy)
-        loss_scale = LossScale(self._scaler)
-        self._feedback = FeedbackStore(self._options.strategy, keep_previous=loss_scale.skips)
-        self._scaler_sync = ScalerSync(loss_scale, self._feedback)
+        if not self._bound:
+            loss_scale = LossScale(self._scaler)
+            self._feedback = FeedbackStore(self._options.strategy, keep_previous=loss_scale.skips)
+            self._scaler_sync = ScalerSync(loss_scale, self._feedback)
         check_dtypes(self._parameters)
         self._sparse = sparse_names(module_of(model), self._parameters)
         if self._sparse and self._options.keeps_all:
@@ -305,7 +338,7 @@ class State(Counted):
         saved, vectors = self._checkpoint.read(state_dict, strict)
         self._idle()
         self._feedback.load(vectors)
-        self._step = saved["step"]
+        self._step = self._resumed = saved["step"]
         self._scaler_sync.loaded(saved["scale"])
         self._options = replace(self._options, seed=saved["seed"])  # a `bind` that fails takes it back
         if self._reducer is not None:
@@ -326,10 +359,13 @@ class State(Counted):
         kept = {name: value for name, value in self.__dict__.items() if name not in OF_PROCESS}
         # As in DDP's own copies, which are of the default group.
         kept["_model_group"] = kept["_given_group"] = kept["_model"] = None
+        if self._bound and callable(self._exclude):  # which may not be copied
+            kept["_exclude"] = sorted(self._excluded) or None
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._resumed = self._step
         self._discarded = UnusedMeans(self._parameters, self._feedback)
         self._disconnect()
         if self._bound and not self._closed:
@@ -360,6 +396,7 @@ class State(Counted):
         self._reducer = self._open = self._dense_path = self._untrained = None
         self._scaler_sync.disconnected()
         self._buckets = {}
+        self._known = _nothing
         self._names = {id(p): name for name, p in self._parameters.items()}
 
     def _connect(self, problem: Exception | None) -> Reducer:
@@ -437,3 +474,7 @@ class State(Counted):
         if self._reducer is not None and self._discarded.pending:
             self._discarded.reclaim_unused(self._reducer.session.pipeline)
             self._flush()
+
+
+def _nothing() -> None:
+    """The buffer of a bucket that has not been seen."""

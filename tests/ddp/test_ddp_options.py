@@ -132,7 +132,7 @@ def test_what_ddp_would_tell_too_late_is_refused(rank: int, option: str) -> None
 @on_ranks(2)
 def test_a_delayed_all_reduce_is_refused(rank: int) -> None:
     layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    late = {
+    late: dict[str, Any] = {
         "delay_all_reduce_named_params": [("1.weight", layers[1].weight)],
         "param_to_hook_all_reduce": layers[0].bias,
     }
