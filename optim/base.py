@@ -59,6 +59,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
     #: None before the ranks have met, after `close`, and in a copy.
     _reducer: Reducer | None = None
 
+    @torch.inference_mode(False)  # a step changes what is made here
     def __init__(
         self,
         params: Any,
@@ -120,6 +121,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
             self._reducer.flush()
         self._reducer = None
 
+    @torch.inference_mode(False)
     @between_steps
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's `add_param_group`; once the optimizer is made, a collective."""
@@ -268,6 +270,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
                 state[int(index)][name] = part
         return {**saved, KEY: self._checkpoint.second_pass(session)}
 
+    @torch.inference_mode(False)
     @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Go on from a checkpoint. Every rank must load one of the same step; parameters are left alone.

@@ -334,6 +334,7 @@ class State(Counted):
         else:
             self._loaded = state_dict, strict
 
+    @torch.inference_mode(False)
     def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
         saved, vectors = self._checkpoint.read(state_dict, strict)
         self._idle()
@@ -399,6 +400,7 @@ class State(Counted):
         self._known = _nothing
         self._names = {id(p): name for name, p in self._parameters.items()}
 
+    @torch.inference_mode(False)  # a step changes what is made here
     def _connect(self, problem: Exception | None) -> Reducer:
         """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any."""
         options, self._closed = self._options, False

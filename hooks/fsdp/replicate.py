@@ -92,6 +92,7 @@ class FSDPState(Counted):
 
     _in_step = in_backward
 
+    @torch.inference_mode(False)  # a step changes what is made here
     def __init__(self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None) -> None:
         self._options = options
         group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD

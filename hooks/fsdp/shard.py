@@ -53,6 +53,7 @@ class ScatterState(Counted):
 
     _in_step = in_backward
 
+    @torch.inference_mode(False)  # a step changes what is made here
     def __init__(self, model: nn.Module, options: ScatterOptions, exclude: Exclude | None) -> None:
         self._options = options
         self._shards: list[Shards] = []

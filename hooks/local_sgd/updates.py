@@ -93,6 +93,7 @@ class LocalUpdates(Counted):
         MeetingLost: the meeting point was not reached for `Meeting.patience`.
     """
 
+    @torch.inference_mode(False)  # a step changes what is made here
     def __init__(
         self,
         model: nn.Module,

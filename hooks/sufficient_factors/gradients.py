@@ -56,6 +56,7 @@ class SufficientFactors(Counted):
 
     _in_step = in_backward
 
+    @torch.inference_mode(False)  # a step changes what is made here
     def __init__(
         self,
         model: nn.Module,

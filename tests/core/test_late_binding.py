@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import Cast, CompressState, Identity, OneBit, TopK, Tracking, compress_hook, schedules
+from gradwire import Cast, CompressState, Identity, LocalUpdates, OneBit, TopK, Tracking, compress_hook, schedules
 from gradwire.trainers import files, register_hook
 from ranks import Pool, on_ranks
 from torch import nn
@@ -544,3 +544,27 @@ def test_a_step_follows_a_wrong_state_and_a_missing_hook(rank: int) -> None:
         train(rank, bare, range(1))
     state.close()
     train(rank, bare, range(2))
+
+
+@on_ranks(2)
+def test_it_may_be_made_saved_and_loaded_in_inference_mode(rank: int) -> None:
+    digests = []
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        model = perceptron()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
+        with mode():
+            state = CompressState(ddp, OneBit(), error_feedback=Tracking(), **OPTIONS)
+        ddp.register_comm_hook(state, compress_hook)
+        found = train(rank, ddp, range(3))
+        with mode():
+            state.consolidated_state_dict()
+            saved = state.state_dict()
+            state.load_state_dict(saved)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mode():
+            local = LocalUpdates(model, optimizer, OneBit(), every=2)
+        for _ in range(4):
+            optimizer.step()
+            local.step()
+        digests.append([*found, *train(rank, ddp, range(3)), digest(model.parameters())])
+    assert digests[0] == digests[1] == digests[2]
