@@ -61,7 +61,9 @@ def expect_hook(
         while handles:
             handles.pop().remove()
         if model is not None and not has_hook(model):
-            AtEnd(list, model.reducer._reset_state).queue()  # else DDP would complain of this pass at the next one
+            AtEnd(
+                lambda: None, model.reducer._reset_state
+            ).queue()  # else DDP would complain of this pass at the next one
             refuse(PROBLEM)
 
     handles += [p.register_hook(look) for p in parameters]
