@@ -96,6 +96,7 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),sed -E '/^(torch|nvidia-cuda-nvrtc)==/d' constraints.txt > $(CONSTRAINTS))
+	@echo 'pip installs torch and what tests, pages and trainers need into $(VENV): 1 to 10 minutes, most of it download'
 	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) \
 		$(TORCH:%='torch==%.*') -e '.[bench,docs,test,lightning,accelerate,transformers]'
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/torch/testing/_internal/' $(VENV)/lib || true

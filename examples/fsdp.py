@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from gradwire import OneBit, TopK, compress_fsdp
+from gradwire import OneBit, Outliers, TopK, compress_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-CODECS = {"onebit": OneBit(), "topk": TopK(density=0.05)}
+CODECS = {"onebit": Outliers(OneBit()), "topk": TopK(density=0.05)}
 
 
 def main() -> None:

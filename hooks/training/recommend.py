@@ -18,7 +18,8 @@ CHUNKED = (
     "sends the largest elements of each chunk, in two bits each and with the chunk's own levels, and keeps the rest in "
     "a residual. Of all codecs this small, models under adaptive optimizers have ended closest to float32 with it. "
     "What the residual holds back arrives late, which acts as momentum: give the optimizer a β1 of 0.5, as models end "
-    "clearly worse with 0.9"
+    "clearly worse with 0.9. Compare losses at your own size first: one model of 116 million parameters ended a fifth "
+    "above float32"
 )
 OUTLIERS = (
     "sends the largest elements exactly and the signs of the others, and keeps the rest in a residual. Under SGD the "
@@ -28,7 +29,8 @@ OUTLIERS = (
 LOCAL = (
     "lets every rank step by itself, and every few steps exchanges the parameters' progress: the largest elements of "
     "each chunk, in two bits each. Of all ways this small, models have ended closest to float32 with it, given a β1 of "
-    "0.8 and twice float32's learning rate. rounds=Rounds(delay=1, keep_local=True) hides the latency of a distance"
+    "0.8 and twice float32's learning rate. rounds=Rounds(delay=1, keep_local=True) hides the latency of a distance. "
+    "Compare losses at your own size first: it has not been tried above 10 million parameters"
 )
 MUON = (
     "lets every rank step by itself, and every few steps exchanges the parameters' progress. Muon gives every "

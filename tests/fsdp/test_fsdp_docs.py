@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
+import torch.distributed as dist
 from fsdp_drawn import mesh_of
 from lacking import needs_reduce_scatter
-from ranks import Pool
+from pages import assert_printed, expected
+from ranks import TORCHS_OWN, Pool
+from trained import surroundings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/fsdp.md").read_text("utf-8")
 
 
-def run_the_page(rank: int, folder: str) -> None:
-    del rank
+def run_the_page(rank: int, folder: str) -> str:
     mesh_of((2, 2))  # so that its groups are made once
-    names = {"NODES": 2, "RANKS_PER_NODE": 2, "FOLDER": folder}
-    for snippet in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
-        exec(compile(snippet, "docs/fsdp.md", "exec"), names)
+    names: dict[str, object] = {}
+    printed = io.StringIO()
+    there_already = mock.patch.object(dist, "init_process_group")
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings(), there_already, surroundings(rank, folder):
+        warnings.simplefilter("error")  # also what a user would be warned of
+        for theirs in TORCHS_OWN:
+            warnings.filterwarnings("ignore", message=theirs)
+        for snippet in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
+            exec(compile(snippet, "docs/fsdp.md", "exec"), names)
     state: object = names["state"]
     assert state.step == 3  # type: ignore[attr-defined]
     state.close()  # type: ignore[attr-defined]
+    return printed.getvalue()
 
 
 @needs_reduce_scatter
 def test_the_page_runs(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
-    ranks(4).run(run_the_page, str(tmp_path))
+    printed, *_ = ranks(4).run(run_the_page, str(tmp_path))
+    assert_printed(printed, expected(ROOT / "docs/fsdp.md"))
 
 
 def test_its_links_lead_somewhere() -> None:

@@ -1,11 +1,13 @@
-"""The tables in docs/ that say what the codecs are. `python tests/support/page_tables.py` regenerates them."""
+"""Tables of pages, of codecs and of a GPU's results. `python tests/support/page_tables.py` regenerates them."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gradwire import CODECS, Codec, Outliers, PowerSGD
@@ -17,8 +19,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 NUMEL = 1 << 20
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+def table(header: list[str], rows: list[list[str]], rule: str = "---") -> str:
+    lines = [header, ["---"] + [rule] * (len(header) - 1), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
@@ -77,10 +79,52 @@ def count(codec: Codec, field: Field, larger: Field) -> str:
     raise ValueError(f"{codec}: the page has no word for the length of field {field.name!r}")
 
 
+def measured(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DOCS.parent / "benchmarks" / "results" / f"{name}.json").read_text("utf-8"))
+    return found
+
+
+#: The rows of gpu_steps that newcomers see.
+FEW = re.compile(r"DDP, float32|PyTorch's fp16 hook|PyTorch's PowerSGD|`(QSGD|OneBit|ChunkedTopK)\b.*(two_pass|gather)")
+
+
+def gpu_steps() -> str:
+    """Milliseconds of a step by the links' speed."""
+    rows = [
+        [one["arm"], *(f"{one['ms'][rate]:.0f}" for rate in ("1gbit", "10gbit", "none")), f"{one['peak_GB']:.2f}"]
+        for one in measured("gpu-steps")["arms"]
+    ]
+    return table(["", "1 Gbit/s", "10 Gbit/s", "not limited", "peak memory, GB"], rows, "--:")
+
+
+def gpu_steps_in_short() -> str:
+    rows = [
+        [one["arm"], *(f"{one['ms'][rate]:.0f}" for rate in ("1gbit", "10gbit"))]
+        for one in measured("gpu-steps")["arms"]
+        if FEW.match(one["arm"])
+    ]
+    return table(["ms a step", "1 Gbit/s", "10 Gbit/s"], rows, "--:")
+
+
+def gpu_learn() -> str:
+    """How far above float32 a model of 116 M parameters has ended."""
+    dense, *others = measured("gpu-learn")["runs"]
+    rows = [["float32", "1", f"{dense['loss_bits_per_byte']:.3f}", ""]]
+    for one in others:
+        off = one["loss_bits_per_byte"] / dense["loss_bits_per_byte"] - 1
+        figures = f"{one['times_fewer_bytes']:.0f}", f"{one['loss_bits_per_byte']:.3f}", f"{100 * off:+.1f} %"
+        rows.append([one["arm"], *figures])
+    return table(["", "times fewer bytes", "bits per byte", "against float32"], rows, "--:")
+
+
 #: By name: the page it is on, and what makes it.
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "codecs": (DOCS / "choose.md", codec_table),
     "wire": (DOCS / "codecs.md", wire_table),
+    "gpu-steps": (DOCS / "gpu.md", gpu_steps),
+    "gpu-steps-in-short": (DOCS / "choose.md", gpu_steps_in_short),
+    "gpu-steps-for-newcomers": (DOCS.parent / "README.md", gpu_steps_in_short),
+    "gpu-learn": (DOCS / "choose.md", gpu_learn),
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +56,29 @@ def blocks(page: Path) -> list[Block]:
     return [
         Block(page, number, match["language"], match["text"], match["mark"] or "") for number, match in enumerate(found)
     ]
+
+
+def expected(page: Path) -> str:
+    """What the examples of a page print: the blocks of text right below them, without what is for stderr."""
+    pairs = itertools.pairwise(blocks(page))
+    lines = [b.text.splitlines(keepends=True) for a, b in pairs if (a.language, b.language) == ("python", "text")]
+    return "".join(line for line in itertools.chain(*lines) if not line.startswith("gradwire: "))
+
+
+def assert_printed(printed: str, text: str) -> None:
+    """Check what was printed against a block of text: numbers may differ, and … stands for anything."""
+    pattern = "".join(
+        {"…": ".*", "#": r"[\d,.e-]*\d"}.get(part, re.escape(part))
+        for part in re.split("(…|#)", re.sub(r"\d(?:[\d,.]*\d)?", "#", text))
+    )
+    assert re.fullmatch(pattern.rstrip("\\\n") + r"\s*", printed, re.DOTALL), f"{printed}\nis not\n{text}"
+
+
+def plain_environment() -> dict[str, str]:
+    """What a newcomer's shell has, and where Python finds this package."""
+    kept = {name: os.environ[name] for name in ("HOME", "PATH", "GRADWIRE_CACHE") if name in os.environ}
+    path = os.pathsep.join(path for path in sys.path if Path(path, "gradwire").is_dir())
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
