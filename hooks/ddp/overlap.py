@@ -5,37 +5,39 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.between_steps import between_steps, undivided
+from ..comm.between_steps import REMEDY, Reentered, between_steps, undivided, within_step
 from ..comm.untraced import untraced
 from ..core.bucket import Bucket
 from ..core.step import Step
 from ..training.awaited_gradient import AwaitedGradient
-from ..training.parameter_reads import Reads, ReadsRecorder, trains
+from ..training.awaited_parameter import AwaitedParameter, awaited_class, release
+from ..training.optimizer_part import OptimizerStep
 from .ddp_options import finalized_by_hand, frees_buckets, join_mode
 from .hook import CompressState, compress_hook, futures_observed
 from .model_lookup import ddp_of, parameters_of
 
-#: Parameters of an optimizer's group, and the group's settings when the optimizer stepped.
-Update = tuple[dict[str, Any], list[Tensor]]
-
 
 @dataclass(eq=False)
 class _Late:
-    """A bucket whose mean is on its way, and the steps that wait for it, in their order."""
+    """A bucket whose mean is on its way, and the steps that wait for it, in their order, each with its parameters by
+    number of their group."""
 
     step: Step
     bucket: Bucket
     buffer: Tensor
     future: torch.futures.Future[Tensor]
-    steps: list[tuple[torch.optim.Optimizer, list[Update]]] = field(default_factory=list)
+    steps: list[tuple[OptimizerStep, dict[int, list[Tensor]]]] = field(default_factory=list)
+    #: Parameters of these steps, and how often each had been written.
+    versions: dict[Tensor, int] = field(default_factory=dict)
 
 
 def overlap_forward(
@@ -44,17 +46,20 @@ def overlap_forward(
     """Let the next forward pass begin before the last gradient is in. A collective; the training loop stays as it is.
 
     `backward()` then ends while means are on their way. `step()` notes the optimizer's settings, and each bucket's part
-    of the step is taken in the next forward pass, before a module reads its parameters. Messages of the first layers
+    of the step is taken in the next forward pass, before anything reads its parameters. Messages of the first layers
     leave before those of the last ones (P3, Jayarajan et al. 2019). Every parameter gets the same values as without, in
     every bit. With `DistributedDataParallel(bucket_cap_mb=1)` little waits for what it does not need.
 
-    Modules wait for parameters by hooks; which ones they read is recorded in the first forward pass, and a pass in
-    evaluation mode or without gradients waits for all at its begin. So do `state_dict()` and `load_state_dict()` of the
-    model and of the optimizer. What else reads parameters, as averages of weights do, needs `finish()` before it.
+    Every function of PyTorch that reads or writes a parameter waits for its part of the step: in layers, in hooks, in
+    averages or clamps of weights. So do `state_dict()` and `load_state_dict()` of the optimizer; a pass in evaluation
+    mode or without gradients waits for all at its begin. These do not wait, and need `finish()` before them: tensors
+    and arrays that share a parameter's memory and were made before `step()`, the optimizer's `state`, DLPack,
+    TorchScript's functions outside of a layer, and `torch.func.grad` by a parameter.
 
     Args:
         model: `DistributedDataParallel` on CPUs, with `compress_hook` registered; as `CompressState`'s.
-        optimizer: the optimizer, or all of them; each parameter's step must depend on its own gradient alone.
+        optimizer: the optimizer, or all of them; each parameter's step must depend on its own gradient alone, and not
+            on the norm of all. It may count steps, in its groups, attributes, or `state`.
 
     Returns:
         The overlap: close it, or use it in a `with` statement, before the parameters are read at the end.
@@ -62,13 +67,16 @@ def overlap_forward(
     Raises:
         TypeError, ValueError: an argument does not fit, or the ranks disagree.
         RuntimeError: a rank did not come within 60 s. In training: something uses a gradient before the optimizer's
-            step, as clipping and a GradScaler do; or an optimizer cannot step a part of its parameters.
+            step, as clipping and a GradScaler do; an optimizer cannot step a part of its parameters; or a parameter was
+            written past the functions that wait.
     """
     ddp = ddp_of(model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     state = _state_of(ddp)
     trained = state.bind(ddp).prepare_overlap(_problem(model, ddp, state, optimizers))
     overlap = state.overlap = OverlapForward(ddp.module, trained.values(), state)
+    if ddp.gradient_as_bucket_view:
+        overlap.follow_buckets(ddp)
     for one in optimizers:
         overlap.follow(one)
     return overlap
@@ -135,18 +143,20 @@ class OverlapForward:
         self._hidden: list[Tensor] = []
         #: Steps that optimizers take now: a class may call its base's.
         self._depth = 0
-        self._recorder: ReadsRecorder | None = None
-        self._reads: Reads | None = None
-        self._handles: list[Any] = [
-            root.register_forward_hook(self._after),
-            root.register_forward_hook(self._always_after, always_call=True),
-        ]
+        #: What they leave to their buckets.
+        self._pending: list[tuple[_Late, OptimizerStep, dict[int, list[Tensor]]]] = []
+        self._versions: dict[Tensor, int] = {}
+        #: Classes of parameters whose updates are due, by their own.
+        self._classes: dict[type[Tensor], type[Tensor]] = {}
+        #: Parameters that no function of PyTorch has read in the first forward pass; None: there was none.
+        self._unread: list[Tensor] | None = None
+        self._watching = False
+        #: Parameters whose gradients DDP must not see.
+        self._aside: list[Tensor] = []
+        self._handles: list[Any] = [root.register_forward_hook(self._after)]
         for module in root.modules():
-            self._handles += [
-                module.register_forward_pre_hook(self._before_root if module is root else self._before),
-                module.register_state_dict_pre_hook(self._before_access),
-                module.register_load_state_dict_pre_hook(self._before_access),
-            ]
+            before = self._before_root if module is root else self._before
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
 
     def __enter__(self) -> Self:
         return self
@@ -166,7 +176,8 @@ class OverlapForward:
         try:
             self._settle()
         finally:
-            self._end_recording()
+            for parameter in self._stand_ins:
+                release(parameter)
             while self._handles:
                 self._handles.pop().remove()
             if (state := self._of()) is not None and state.overlap is self:
@@ -183,6 +194,10 @@ class OverlapForward:
             optimizer.register_state_dict_pre_hook(self._before_access),
             optimizer.register_load_state_dict_pre_hook(self._before_access),
         ]
+
+    def follow_buckets(self, ddp: DistributedDataParallel) -> None:
+        """Keep these gradients from DDP while it replaces its buckets, to which it would copy them."""
+        self._handles.append(ddp.register_forward_pre_hook(self._before_ddp))
 
     # -- seen from DDP's hook ----------------------------------------------------------------------------------------
 
@@ -203,9 +218,15 @@ class OverlapForward:
     def drop(self) -> None:
         """Forget means that no optimizer's step has asked for."""
         self._in_flight, self._depth = False, 0
+        for late in self._due:
+            for parameter in late.versions:
+                release(parameter)
         self._due.clear()
         self._late_of.clear()
         self._hidden.clear()
+        self._aside.clear()
+        self._pending.clear()
+        self._versions.clear()
 
     def take(
         self, step: Step, bucket: Bucket, buffer: Tensor, future: torch.futures.Future[Tensor]
@@ -232,21 +253,17 @@ class OverlapForward:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError("step(closure) needs the gradients at once: call backward before step(), without closure")
         self._depth += 1
-        updates: dict[_Late, list[Update]] = defaultdict(list)
-        for group in optimizer.param_groups:
-            mine: dict[_Late, list[Tensor]] = defaultdict(list)
+        updates: dict[_Late, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad is self._stand_ins.get(parameter):
                     parameter.grad = None
                     self._hidden.append(parameter)
-                    mine[self._late_of[parameter]].append(parameter)
-            # A schedule may change the settings before the step is taken.
-            settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-            for late, parameters in mine.items():
-                updates[late].append((settings, parameters))
-        for late, of_groups in updates.items():
-            late.steps.append((optimizer, of_groups))
-            self._due[late] = None
+                    self._versions[parameter] = parameter._version
+                    updates[self._late_of[parameter]][number].append(parameter)
+        if updates:
+            step = OptimizerStep(optimizer)
+            self._pending += [(late, step, of_groups) for late, of_groups in updates.items()]
 
     @untraced
     @undivided
@@ -258,6 +275,15 @@ class OverlapForward:
         for parameter in self._hidden:
             parameter.grad = self._stand_ins[parameter]
         self._hidden.clear()
+        (pending, self._pending), (versions, self._versions) = (self._pending, []), (self._versions, {})
+        for step in {step: None for _, step, _ in pending}:
+            step.ended()
+        for late, step, of_groups in pending:
+            late.steps.append((step, of_groups))
+            self._due[late] = None
+            for parameter in (parameter for parameters in of_groups.values() for parameter in parameters):
+                late.versions.setdefault(parameter, versions[parameter])
+                self._mark(parameter)
         if not self._in_flight:
             self.finish()
 
@@ -265,6 +291,17 @@ class OverlapForward:
     def _take_steps(self, late: _Late) -> None:
         """Wait for this mean, and take the steps that wait for it."""
         self._await(late)
+        for slot, parameter in zip(late.bucket.slots, late.bucket.parameters, strict=True):
+            version = late.versions.get(parameter)
+            if version is not None and (not isinstance(parameter, AwaitedParameter) or parameter._version != version):
+                raise RuntimeError(
+                    f"gradwire: parameter {slot.name!r} was written between the optimizer's step() and its update, "
+                    "through a tensor that shares its memory, or by a step in which it has no gradient: call finish() "
+                    "of what overlap_forward returned before that, or train without overlap_forward"
+                )
+        for parameter in late.versions:
+            release(parameter)
+        late.versions.clear()
         means = {
             parameter: slot.view(late.buffer)
             for parameter, slot in zip(late.bucket.parameters, late.bucket.slots, strict=True)
@@ -273,9 +310,25 @@ class OverlapForward:
         self._depth += 1
         try:
             while late.steps:
-                step_part(*late.steps.pop(0), means)
+                step, parameters = late.steps.pop(0)
+                step.take(parameters, means)
         finally:
             self._depth -= 1
+
+    def _mark(self, parameter: Tensor) -> None:
+        """Let whatever uses a parameter's elements call `_use`."""
+        base = type(parameter)
+        if not issubclass(base, AwaitedParameter):
+            if base not in self._classes:
+                self._classes[base] = awaited_class(base, partial(_use, weakref.ref(self)))
+            parameter.__class__ = self._classes[base]
+
+    def _use(self, parameters: Iterable[Tensor]) -> None:
+        """Take the updates of these parameters, before something uses them."""
+        for parameter in parameters:
+            if (late := self._late_of.get(parameter)) in self._due and parameter in late.versions:
+                self._take_steps(late)
+            release(parameter)
 
     @undivided
     def _settle(self) -> None:
@@ -298,39 +351,44 @@ class OverlapForward:
     # -- the modules -------------------------------------------------------------------------------------------------
 
     @undivided
+    def _before_ddp(self, ddp: Any, _: Any) -> None:
+        if not getattr(ddp, "_has_rebuilt_buckets", False):
+            self._aside += [p for p, stand_in in self._stand_ins.items() if p.grad is stand_in]
+            for parameter in self._aside:
+                parameter.grad = None
+
+    @undivided
     def _before_root(self, root: nn.Module, _: Any) -> None:
-        if self._reads is None and trains(root):
+        while self._aside:
+            parameter = self._aside.pop()
+            parameter.grad = self._stand_ins[parameter]
+        self._watching = self._unread is None and trains(root)
+        if self._watching:
             self.finish()
-            self._end_recording()  # of a pass that a signal's handler has left
-            self._recorder = ReadsRecorder(root, self._stand_ins)
-            self._recorder.begin()
+            for parameter in self._stand_ins:
+                self._mark(parameter)
+        self._use(self._unread or ())
         self._before(root, _)
 
     def _before(self, module: nn.Module, _: Any) -> None:
         """Before a module's forward pass."""
-        if not self._due:
+        if not self._due and not self._watching:
             return
-        reads = None if self._reads is None else self._reads.of(module)
-        if reads is None:
+        # Outside of training, fused kernels of `torch.nn` step aside for tensors of classes that they do not know.
+        training = trains(module)
+        read = module._parameters.values() if training else module.parameters()
+        awaited: list[Any] = [parameter for parameter in read if isinstance(parameter, AwaitedParameter)]
+        if awaited and not training:
             self.finish()
-            return
-        for parameter in reads:
-            if (late := self._late_of.get(parameter)) in self._due:
-                self._take_steps(late)
+        self._use(awaited)
 
     def _after(self, *_: Any) -> None:
         """After the root's forward pass."""
-        self._reads = self._end_recording() or self._reads
+        if self._watching:
+            self._watching = False
+            self._unread = [p for p in self._stand_ins if isinstance(p, AwaitedParameter)]
+            self._use(self._unread)
         self._settle()
-
-    def _end_recording(self) -> Reads | None:
-        """The record, if one was made."""
-        recorder, self._recorder = self._recorder, None
-        return None if recorder is None else recorder.end()
-
-    def _always_after(self, *_: Any) -> None:
-        """After the root's forward pass, also one that has raised."""
-        self._end_recording()
 
     def _before_access(self, *_: Any) -> None:
         self.finish()
@@ -340,30 +398,16 @@ class OverlapForward:
         return OverlapForward, (nn.Module(), (), None)
 
 
-def step_part(optimizer: torch.optim.Optimizer, updates: Sequence[Update], means: dict[Tensor, Tensor]) -> None:
-    """An optimizer's step of some of its parameters, by these gradients, and without its hooks."""
-    groups, parameters = [], []
-    for settings, mine in updates:
-        groups.append({**settings, "params": mine})
-        parameters += mine
-    step, all_groups = type(optimizer).step, optimizer.param_groups
-    plain: Callable[..., Any] = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    found = [parameter.grad for parameter in parameters]
+def trains(module: nn.Module) -> bool:
+    """True if a module is called for training."""
+    return module.training and torch.is_grad_enabled()
+
+
+def _use(overlap: weakref.ref[OverlapForward], parameters: list[Tensor]) -> None:
+    """Take the updates of these parameters, or all if there is none."""
+    if (owner := overlap()) is not None:
+        if within_step(owner):
+            raise Reentered(f"gradwire: a parameter was used within a step that it still waits for: {REMEDY}")
+        owner._use(parameters or owner._stand_ins)
     for parameter in parameters:
-        parameter.grad = means[parameter]
-    optimizer.param_groups = groups
-    try:  # as outside of the forward pass
-        with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-            plain(optimizer)
-    finally:
-        optimizer.param_groups = all_groups
-        for parameter, grad in zip(parameters, found, strict=True):
-            parameter.grad = grad
-    for group, (settings, _) in zip(groups, updates, strict=True):
-        if group.keys() != settings.keys() or any(
-            group[key] is not value for key, value in settings.items() if key != "params"
-        ):
-            raise RuntimeError(
-                f"gradwire: {type(optimizer).__name__} changes its param_groups in a step, which a step of a part of "
-                "its parameters must not: train without overlap_forward"
-            )
+        release(parameter)

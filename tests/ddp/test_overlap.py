@@ -6,8 +6,10 @@ import copy
 import hashlib
 import pickle
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +37,9 @@ from hypothesis import strategies as st
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from training import Ledger, batch, convnet, law, perceptron, residuals_of, wrap
 
 Ranks = Callable[[int], Pool]
@@ -68,17 +72,59 @@ class Tangled(nn.Module):
         return self.last(h * self.scale) + self.average.detach()
 
 
+def ratio_of(module: Any, _: Any) -> None:
+    module.weight = module.raw / module.raw.norm(dim=1, keepdim=True)
+
+
+def ratio_of_child(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return (args[0] * module[1].bias.mean().exp(), *args[1:]), kwargs
+
+
+class Computed(nn.Module):
+    """Weights that hooks compute before a layer is called, of its own parameters or another's; parametrized weights;
+    and passes that read other parameters than the first one, before and after their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.passes = 0
+        self.pruned = prune.l1_unstructured(nn.Linear(16, 16), "weight", amount=0.3)
+        self.by_hook = nn.Linear(16, 16)
+        self.by_hook.raw = nn.Parameter(self.by_hook.weight.detach().clone())
+        del self.by_hook._parameters["weight"]
+        self.by_hook.register_forward_pre_hook(ratio_of)
+        self.parent = nn.Sequential(nn.Tanh(), nn.Linear(16, 16))
+        self.parent.register_forward_pre_hook(ratio_of_child, with_kwargs=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.norm = nn.utils.weight_norm(nn.Linear(16, 16))
+        self.spectral = nn.utils.spectral_norm(nn.Linear(16, 16))
+        self.parametrized = nn.utils.parametrizations.orthogonal(nn.Linear(16, 16), orthogonal_map="cayley")
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        scale = self.last.bias.exp().mean() if self.passes % 3 == 2 else 1.0
+        h = self.spectral(self.parent(self.norm(self.by_hook(self.pruned(x)))))
+        if self.passes % 3:
+            h = h @ self.parametrized.weight
+        if self.passes % 2 == 0:
+            h = h + 0.1 * F.linear(F.linear(h, self.last.weight), self.last.weight.T)
+        return self.last(self.parametrized(h)) * scale
+
+
 def tangled_batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def data_of(rank: int, step: int, model: nn.Module) -> Tensor:
-    data = tangled_batch(rank, step) if isinstance(model, Tangled) else batch(rank, step, model)
+    data = tangled_batch(rank, step) if isinstance(model, Tangled | Computed) else batch(rank, step, model)
     return data.to(next(model.parameters()).dtype)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "tangled": Tangled, "perceptron": perceptron, "convnet": convnet, "bfloat16": lambda: perceptron().bfloat16(),
+    "tangled": Tangled, "computed": Computed, "perceptron": perceptron,
+    "convnet": convnet, "bfloat16": lambda: perceptron().bfloat16(),
 }  # fmt: skip
 
 
@@ -86,6 +132,25 @@ class Derived(torch.optim.AdamW):
     """Calls its base's step, which has hooks of its own once an `AdamW` has been made."""
 
     def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute, in its groups, and where it keeps states of parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.5)
+        self.steps, self.counts = 0, {"tensor": torch.zeros(()), "list": [0]}
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        self.counts["tensor"] += 1  # type: ignore[operator]
+        self.counts["list"][0] += 1  # type: ignore[index]
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index, call-overload]
+        self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
+        numbers = self.steps, *self.counts["list"], self.state["steps"], self.param_groups[0]["steps"]  # type: ignore
+        for group in self.param_groups:
+            group["weight_decay"] = sum(numbers) / 100 + float(self.counts["tensor"]) / 100  # type: ignore[arg-type]
         return super().step(closure)
 
 
@@ -102,6 +167,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01, t0=2),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "counting": lambda p: Counting(({"params": p[::2]}, {"params": p[1::2]})),
     "groups": lambda p: torch.optim.Adam(({"params": p[::2], "lr": 0.02}, {"params": p[1::2], "betas": (0.5, 0.9)})),
 }
 CODECS: tuple[tuple[Codec, dict[str, Any]], ...] = (
@@ -135,7 +201,33 @@ EVENTS = (
     "delayed",
     "reconnect",
     "resume",
+    "global",
+    "remove",
 )
+
+
+def average(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.copy_(torch.lerp(parameter, torch.ones(()).to(parameter), 0.1))
+
+
+def replace_data(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data * 0.9
+
+
+#: What a script does to weights between `step()` and the next forward pass.
+WRITES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "clamp": lambda p: [parameter.clamp_(-0.1, 0.1) for parameter in p[1::2]],
+    "data": lambda p: p[-1].data.mul_(0.9),
+    "detached": lambda p: p[0].detach().add_(0.1),
+    "average": average,
+    "foreach": lambda p: torch._foreach_mul_(p, 0.9),
+    "vector": lambda p: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(p) * 0.9, p),
+    "replace": replace_data,
+    "broadcast": lambda p: dist.broadcast(p[0], 1),
+    "numpy": lambda p: p[1].detach().double().numpy().sum(),
+}
 
 
 @dataclass(frozen=True)
@@ -149,12 +241,14 @@ class Plan:
     bucket_mb: float
     views: bool
     two: bool
+    zero: str
     events: tuple[tuple[str, int], ...]
 
 
 def sound(plan: Plan) -> Plan:
-    """Strategies that hand out a momentum refuse another. Where one of DDP's first passes has raised, or one under
-    autocast beside one that has raised, it names a bucket's parameters in another order than their gradients."""
+    """Strategies that hand out a momentum refuse another. Where one of DDP's first passes has raised, or one whose
+    gradients come in another order (autocast, a global hook) beside one that has raised, it names a bucket's parameters
+    in another order than their gradients."""
     options = CODECS[plan.codec][1]
     if isinstance(options.get("error_feedback"), Momentum | Tracking):
         plan = replace(plan, optimizer="sgd")
@@ -162,16 +256,19 @@ def sound(plan: Plan) -> Plan:
         ("", who) if event == "raise" and place < 2 else (event, who) for place, (event, who) in enumerate(plan.events)
     ]
     if any(event == "raise" for event, _ in events):
-        events = [(event.replace("autocast", ""), who) for event, who in events]
+        events = [("" if event in ("autocast", "global") else event, who) for event, who in events]
+    if any(event in ("accumulate", "raise", "resume") for event, _ in events):
+        plan = replace(plan, zero="after")  # else these add to what `zero_grad` has not taken away
     return replace(plan, events=tuple(events))
 
 
 def plans() -> st.SearchStrategy[Plan]:
-    event = st.tuples(st.sampled_from(("", *EVENTS)), st.integers(0, 3))
+    event = st.tuples(st.sampled_from(("", *EVENTS, *WRITES)), st.integers(0, 3))
     return st.builds(
         Plan,
         st.sampled_from(sorted(MODELS)), st.integers(0, len(CODECS) - 1), st.sampled_from(sorted(OPTIMIZERS)),
         st.sampled_from((0.001, 0.01, 1.0)), st.booleans(), st.booleans(),
+        st.sampled_from(("after", "after", "before", "between", "hand", "zeros", "zeros between")),
         st.lists(event, min_size=3, max_size=8).map(tuple),
     ).map(sound)  # fmt: skip
 
@@ -197,6 +294,21 @@ def digest(*found: Any) -> str:
     return made.hexdigest()[:16]
 
 
+def scaled_input(module: nn.Module, args: Any) -> Any:
+    weights = [parameter for parameter in module.parameters(recurse=False) if parameter.is_floating_point()]
+    return tuple(arg * (1 + weights[-1].mean()) for arg in args) if weights and len(args) == 1 else None
+
+
+def zero(optimizers: list[Any], parameters: list[nn.Parameter], how: str, when: str) -> None:
+    """Take gradients away, if this is when the plan does so."""
+    if how == "hand" and when == "before":
+        for parameter in parameters:
+            parameter.grad = None
+    elif when == (how if how in ("before", "between") else "between" if how == "zeros between" else "after"):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none="zeros" not in how)
+
+
 def train(rank: int, plan: Plan, overlaps: bool) -> list[str]:
     """Digests of a training: of its parameters, optimizers' states and residuals at the end, and of the outputs and
     checkpoints on the way."""
@@ -212,7 +324,7 @@ def train(rank: int, plan: Plan, overlaps: bool) -> list[str]:
     optimizers = [make(parameters[:3]), make(parameters[3:])] if plan.two else [make(parameters)]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
     overlap = overlap_forward(ddp, optimizers) if overlaps else None
-    seen = []
+    seen, handles = [], list[Any]()
     for step, (event, who) in enumerate((*plan.events, ("", 0))):
         data = data_of(rank, step, model)
         if event in ("validate", "inference"):
@@ -250,8 +362,16 @@ def train(rank: int, plan: Plan, overlaps: bool) -> list[str]:
         elif event == "close" and overlap is not None:
             overlap.close()
             overlap = overlap_forward(ddp, optimizers)
+        elif event == "remove" and isinstance(model, Computed) and prune.is_pruned(model.pruned):
+            prune.remove(model.pruned, "weight")
+        elif event == "global":
+            handles.append(register_module_forward_pre_hook(scaled_input))
         with torch.autocast("cpu", enabled=event == "autocast"):
+            zero(optimizers, parameters, plan.zero, "before")
             loss = ddp(data).square().mean()
+        while handles:
+            handles.pop().remove()
+        zero(optimizers, parameters, plan.zero, "between")
         loss.backward()
         for number, (optimizer, schedule) in enumerate(zip(optimizers, schedules, strict=True)):
             for again in range(0 if event == "skip" or (event == "part" and number) else 2 if event == "twice" else 1):
@@ -260,11 +380,15 @@ def train(rank: int, plan: Plan, overlaps: bool) -> list[str]:
                         ddp(data)
                 optimizer.step()
                 schedule.step()
-            optimizer.zero_grad()
+        if event in WRITES:
+            with torch.no_grad():
+                seen.append(digest(WRITES[event](parameters[who:])))
+        zero(optimizers, parameters, plan.zero, "after")
     if overlap is not None:
         with overlap:
             pass
-    moments = [[optimizer.state[p] for p in parameters if p in optimizer.state] for optimizer in optimizers]
+    moments: list[Any] = [[optimizer.state[p] for p in parameters if p in optimizer.state] for optimizer in optimizers]
+    moments += [(vars(one).get("steps"), vars(one).get("counts"), one.state.get("steps")) for one in optimizers]  # type: ignore[call-overload]
     seen += [digest(parameters), digest(moments), digest(list(model.buffers())), digest(state.state_dict())]
     state.close()
     return seen
@@ -276,11 +400,19 @@ def both(rank: int, plan: Plan) -> tuple[list[str], list[str]]:
 
 @settings(max_examples=24, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate))
 @given(plan=plans(), world=st.sampled_from([2, 2, 4]))
-@example(plan=Plan("perceptron", 0, "looped", 0.01, False, False, (("", 0),) * 3), world=2)
-@example(plan=Plan("perceptron", 0, "derived", 0.01, False, False, (("twice", 0),) * 3), world=2)
+@example(plan=Plan("perceptron", 0, "looped", 0.01, False, False, "after", (("", 0),) * 3), world=2)
+@example(plan=Plan("perceptron", 0, "derived", 0.01, False, False, "after", (("twice", 0),) * 3), world=2)
 def test_the_model_is_that_of_ordinary_training(ranks: Ranks, plan: Plan, world: int) -> None:
     for overlapped, ordinary in ranks(world).run(both, plan):
         assert overlapped == ordinary
+
+
+@on_ranks(2)
+def test_gradients_zeroed_between_forward_and_backward(rank: int) -> None:
+    """While DDP, with views, replaces its buckets."""
+    for how in ("between", "zeros between"):
+        plan = Plan("perceptron", 0, "adamw", 0.001, True, False, how, (("", 0),) * 3)
+        assert train(rank, plan, True) == train(rank, plan, False)
 
 
 def overlapped(model: nn.Module, optimizer: Any = None, **options: Any) -> tuple[Any, CompressState, Any, Any]:
@@ -309,28 +441,20 @@ def test_each_layer_is_stepped_when_it_is_called(rank: int) -> None:
     ddp, state, optimizer, overlap = overlapped(nn.Sequential(first, nn.ReLU(), last), ddp={"bucket_cap_mb": 0.001})
     for step in range(4):  # DDP's buckets are final from the second on, and the first records what layers read
         before = [first.weight.detach().clone(), first.other.sum()]
+        mine = first.weight.detach().numpy()  # which does not wait
         ddp(torch.randn(4, 64)).square().mean().backward()
         assert isinstance(first.weight.grad, AwaitedGradient)
         optimizer.step()
         assert isinstance(first.weight.grad, AwaitedGradient)
         optimizer.zero_grad()
         if step > 1:
-            assert torch.equal(first.weight, before[0])
+            assert (mine == before[0].numpy()).all()
             ddp(torch.randn(4, 64))
             assert first.seen == before[1]
         overlap.finish()
         assert not torch.equal(first.weight, before[0])
         assert first.other.sum() != before[1]
     state.close()
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps where its settings are."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
 
 
 @on_ranks(2)
@@ -343,7 +467,6 @@ def test_what_needs_all_gradients_says_so(rank: int) -> list[str]:
         lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
         lambda: scaler.step(optimizer),
-        lambda: optimizer.zero_grad(set_to_none=False),
         lambda: torch.linalg.vector_norm(gradient.grad),
         lambda: ddp(batch(rank, 0, model)).square().mean().backward(),
     ]
@@ -366,14 +489,117 @@ def test_what_needs_all_gradients_says_so(rank: int) -> list[str]:
     return found
 
 
+def by_closure() -> type[torch.optim.SGD]:
+    count = [0]
+
+    class Counts(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            count[0] += 1
+            return super().step(closure)
+
+    return Counts
+
+
+class OfClass(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).steps += 1
+        return super().step(closure)
+
+
+class InObject(torch.optim.SGD):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.counter = SimpleNamespace(steps=0)
+
+    def step(self, closure: Any = None) -> Any:
+        self.counter.steps += 1
+        return super().step(closure)
+
+
+class ByGradients(torch.optim.SGD):
+    """Keeps an estimate that depends on all gradients, as D-Adaptation and Prodigy do."""
+
+    def step(self, closure: Any = None) -> Any:
+        grads = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        self.param_groups[0]["d"] = float(sum(grad.norm() for grad in grads if grad is not None))
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad += torch.randn_like(parameter)
+        return super().step(closure)
+
+
+class DecaysAll(torch.optim.SGD):
+    """Writes parameters without gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 0.9)
+        return super().step(closure)
+
+
+#: Optimizers that cannot step a part of their parameters, and what is said.
+INDIVISIBLE: dict[str, tuple[Callable[[], type[torch.optim.SGD]], str]] = {
+    "closure": (by_closure, r"Counts changes its function or value 'Counts\.step'"),
+    "class": (lambda: OfClass, r"OfClass changes its function or value 'OfClass\.steps'"),
+    "object": (lambda: InObject, "InObject changes its attribute 'counter'"),
+    "gradients": (lambda: ByGradients, "ByGradients changes its param_groups by the gradients"),
+    "random": (lambda: Noisy, "Noisy draws random numbers"),
+    "decay": (lambda: DecaysAll, "or by a step in which it has no gradient"),
+}
+
+
+@pytest.mark.parametrize("kind", INDIVISIBLE)
 @on_ranks(2)
-def test_an_optimizer_that_counts_in_its_groups(rank: int) -> None:
+def test_an_optimizer_whose_step_cannot_be_divided(rank: int, kind: str) -> None:
+    made, said = INDIVISIBLE[kind]
     model = perceptron()
-    ddp, state, optimizer, overlap = overlapped(model, Counting(model.parameters(), lr=0.1))
+    ddp, state, optimizer, overlap = overlapped(model, made()(model.parameters(), lr=0.1))
+    before = digest(list(model.parameters()))
+    ddp(batch(rank, 0, model)).square().mean().backward()
+    if kind in ("closure", "class", "object"):  # found before anything is applied
+        with pytest.raises(RuntimeError, match=said):
+            optimizer.step()
+        assert digest(list(model.parameters())) == before
+    else:
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=said):
+            overlap.finish()
+    state.close()
+
+
+@on_ranks(2)
+def test_a_write_through_memory_that_is_shared(rank: int) -> None:
+    """Is found before anything is applied, and again, until `close`."""
+    model = perceptron()
+    ddp, state, optimizer, overlap = overlapped(model)
+    named = dict(model.named_parameters())
+    alias = named["0.weight"].detach()
     ddp(batch(rank, 0, model)).square().mean().backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="Counting changes its param_groups"):
-        overlap.finish()
+    alias.clamp_(-0.01, 0.01)
+    written = alias.clone()
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"'0\.weight' was written between the optimizer's step\(\) and its update"
+        ):
+            named["0.weight"].sum()
+        with pytest.raises(RuntimeError, match=r"call finish\(\)"):
+            ddp(batch(rank, 0, model))
+    assert torch.equal(alias, written)
+    with pytest.raises(RuntimeError, match="was written"):
+        overlap.close()
+    assert torch.equal(named["0.weight"], written)
+    assert type(named["0.weight"]) is nn.Parameter
     state.close()
 
 
