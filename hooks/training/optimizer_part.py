@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from numbers import Number
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -48,26 +49,32 @@ class OptimizerStep:
         mine = [parameter for of_group in parameters.values() for parameter in of_group]
         found = [parameter.grad for parameter in mine]
         attributes, state = vars(optimizer), optimizer.state
-        own, shared = dict(attributes), {key: value for key, value in state.items() if not isinstance(key, Tensor)}
         before, draws = _fresh(self._before), torch.get_rng_state()
+        keys = before["state"].keys() | (before if self._after is None else self._after)["state"].keys()
+        own, shared = dict(attributes), {key: state.pop(key) for key in keys & state.keys()}
+        state.update(before["state"])
+        size = len(state)
         for parameter in mine:
             parameter.grad = means[parameter]
         attributes.update(before["attributes"])
-        _replace_shared(state, before["state"])
         optimizer.param_groups = [
             {**group, "params": parameters.get(number, [])} for number, group in enumerate(before["groups"])
         ]
         try:  # as outside of the forward pass
             with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
                 plain(optimizer)
+            # A dictionary's last keys are its newest ones; to look at all would take a time by the optimizer's size.
+            keys |= {key for key in islice(reversed(state), len(state) - size) if not isinstance(key, Tensor)}
             if self._after is not None:
-                self._compare(self._after, _kept(optimizer))
+                self._compare(self._after, _kept(optimizer, keys & state.keys()))
             if not torch.equal(draws, torch.get_rng_state()):
                 raise self._error("draws random numbers")
         finally:
             attributes.clear()
             attributes.update(own)
-            _replace_shared(state, shared)
+            for key in keys & state.keys():
+                del state[key]
+            state.update(shared)
             for parameter, grad in zip(mine, found, strict=True):
                 parameter.grad = grad
 
@@ -97,8 +104,11 @@ class _Shared(NamedTuple):
     mark: Any = None
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All of an optimizer but its parameters and their states, to compare, and to begin with."""
+def _kept(optimizer: torch.optim.Optimizer, keys: Iterable[Any] | None = None) -> dict[str, Any]:
+    """A copy of an optimizer without its parameters and their states. Of its `state` it has the entries by these keys,
+    or all that belong to no parameter."""
+    if keys is None:
+        keys = [key for key in optimizer.state if not isinstance(key, Tensor)]
     of_class = {
         f"{base.__name__}.{name}": _Shared(None, _copied(value))
         for base in type(optimizer).__mro__
@@ -113,16 +123,9 @@ def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "attributes": {
             name: _copied(value) for name, value in vars(optimizer).items() if name not in ("param_groups", "state")
         },
-        "state": {key: _copied(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)},
+        "state": {key: _copied(optimizer.state[key]) for key in keys},
         "class": of_class,
     }
-
-
-def _replace_shared(state: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """Replace the entries of an optimizer's `state` that belong to no parameter."""
-    for key in [key for key in state if not isinstance(key, Tensor)]:
-        del state[key]
-    state.update(entries)
 
 
 def _copied(value: Any, depth: int = 6) -> Any:
