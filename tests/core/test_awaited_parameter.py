@@ -71,7 +71,7 @@ class Special(nn.Parameter):
     [*((how, nn.Parameter) for how in WAYS), ("linear", Special), ("deepcopy", Special), ("pickle", Special)],
 )
 def test_a_use_takes_the_update_first(how: str, base: type[nn.Parameter]) -> None:
-    calls = []
+    calls = list[Any]()
 
     def update(parameters: list[Tensor]) -> None:
         assert parameters == [awaited]

@@ -222,7 +222,7 @@ WRITES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "data": lambda p: p[-1].data.mul_(0.9),
     "detached": lambda p: p[0].detach().add_(0.1),
     "average": average,
-    "foreach": lambda p: torch._foreach_mul_(p, 0.9),
+    "foreach": lambda p: torch._foreach_mul_(list[Tensor](p), 0.9),
     "vector": lambda p: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(p[-1:]) * 0.9, p[-1:]),
     "replace": replace_data,
     "broadcast": lambda p: dist.broadcast(p[0], 1),
