@@ -36,14 +36,12 @@ GROUPS = {
         ),
         "train": ("learning.train", "find the time to equal loss of each way, at each bandwidth"),
     },
-    "codecs and kernels in detail": {
+    "codecs in detail": {
         "entropy": (
             "codec.entropy_coding",
             "measure an entropy coder behind the codecs: bits, time, and where it pays",
         ),
         "patch": ("codec.patches", "count bytes and seconds of patches of weights between checkpoints"),
-        "gpu-model": ("gpu.gpu_model", "count the CUDA kernels' instructions, and model their time; needs no GPU"),
-        "host": ("gpu.host", "time the CUDA backend's work on the host, without launches; needs no GPU"),
     },
     "the project's own figures": {
         "publish": ("publish", "regenerate every figure of docs/benchmark-tables.md"),

@@ -78,7 +78,6 @@ train-low-rank-far: {large} --rates 100mbit --delay 25ms --arms powersgd low-ran
 *codecs: codecs
 entropy: entropy
 patch: patch
-gpu-model: gpu-model
 step: step --rate 1gbit --rounds 4 --warmup 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk
 step-far: step --rate 1gbit --delay 25ms --width 512 --layers 8 --bucket-mb 1 --rounds 4 --steps 5 --warmup 3 --arms
     fp16 onebit-gather onebit-two_pass topk-gather auto

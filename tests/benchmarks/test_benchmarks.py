@@ -290,7 +290,6 @@ def test_paired_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "train --steps 0",
         "learn runs.jsonl --jobs 0",
         "codecs --quality-numel 0",
-        "host --calls 0",
     ],
 )
 def test_nothing_cannot_be_measured(line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,6 +204,21 @@ def test_launches_are_legal_above_31_bits(recorder: Recorder, numel: int) -> Non
         assert not any(isinstance(a, int | np.int32) and a == numel for a in args if numel > 2**31 - 2)
 
 
+@pytest.mark.parametrize("codec", [codec for codec in OWN if codec.block_size], ids=str)
+def test_arguments_are_prepared_once(recorder: Recorder, codec: Codec) -> None:
+    """Whoever converts a number at each call shows here: nothing but tensors is new in the second one."""
+    x, residual, draw = torch.randn(3000), torch.zeros(3000), new_draw(0)
+    wire = torch.zeros(codec.wire_bytes(3000), dtype=torch.uint8)
+    with use_backend("cuda"):
+        workspace = codec.workspace(3000)
+        for _ in range(2):
+            codec.encode_feedback(x, residual, wire, draw, workspace)
+            codec.decode_mean([wire[None]], x, workspace)
+    assert len(recorder.calls) == 4
+    for first, second in zip(recorder.calls[:2], recorder.calls[2:], strict=True):
+        assert all(a is b or isinstance(a, Tensor) for a, b in zip(first[3], second[3], strict=True)), first[0]
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     turns=st.integers(1, 20_000) | st.integers(1, 2**40),

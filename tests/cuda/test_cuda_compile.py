@@ -6,6 +6,7 @@ No GPU and no driver are needed. `pytest -s` prints registers, shared memory and
 from __future__ import annotations
 
 import re
+import struct
 from collections import Counter
 
 import pytest
@@ -21,6 +22,15 @@ STREAMING = re.compile(
 )
 #: Files without such a kernel: what they work on is a hundredth of a gradient.
 SMALL_FILES = {"entries.cu", "outliers.cu"}
+
+#: Instructions of a kernel, at most: a tenth more than its longest build has today.
+BUDGETS = {
+    "onebit.cu": {"onebit_encode_f32": 3300, "onebit_decode_f32": 4000},
+    "qsgd.cu": {"qsgd_encode_f32": 4100, "qsgd_decode_f32": 5500},
+    "ternary.cu": {"terngrad_encode_f32": 4900, "ternary_decode_f32": 4100},
+    "topk.cu": {"topk_collect_f32": 960, "topk_digits_f32": 1700, "topk_write_f32": 2250},
+    "entries.cu": {"entries_pack_indices": 330},
+}
 
 every_file = pytest.mark.parametrize("file", FILES)
 #: The newest of those that share one PTX, and the newest of all; `make test-all` takes the others too.
@@ -77,6 +87,23 @@ def test_compiles_without_warnings_or_spills(file: str, architecture: int) -> No
         assert used.spilled == 0, f"{name}: {used.spilled} bytes of spills"
         assert used.stack == 0 or architecture < 90, f"{name}: {used.stack} bytes of stack"
         assert used.shared <= SHARED, f"{name}: {used.shared} bytes of shared memory"
+
+
+def instructions(cubin: bytes) -> dict[str, int]:
+    """How many each kernel has: 16 bytes each in its section of the ELF file."""
+    start, each, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    heads = [struct.unpack_from("<I20xQQ", cubin, start + n * each) for n in range(count)]
+    text = cubin[heads[names][1] :]
+    named = {text[name : text.index(b"\0", name)].decode(): size // 16 for name, _, size in heads}
+    return {name.removeprefix(".text."): size for name, size in named.items() if name.startswith(".text.")}
+
+
+@every_architecture
+@pytest.mark.parametrize("file", BUDGETS)
+def test_kernels_do_not_become_longer(file: str, architecture: int) -> None:
+    found = instructions(build(file, architecture).cubin)
+    for name, budget in BUDGETS[file].items():
+        assert budget / 2 < found[name] <= budget, f"{name}: {found[name]} instructions on sm_{architecture}"
 
 
 @every_file

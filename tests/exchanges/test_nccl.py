@@ -15,6 +15,7 @@ import pytest
 import torch
 from gradwire.compress import (
     CODECS,
+    QSGD,
     Codec,
     Identity,
     Momentum,
@@ -39,7 +40,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nccl_on_cpu import DEVICE, Deadlock, GpuTensor, HostWaits, Mismatch, Schedule, World, on_gpu, read
 from nccl_on_cpu import nccl as nccl_module
-from nccl_on_cpu.machine import Event, Stream
+from nccl_on_cpu.machine import Event, Machine, Stream
 from nccl_on_cpu.training import CPU, Outcome, Recipe, differences, outcomes
 from torch import Tensor
 
@@ -173,6 +174,33 @@ def test_exchanges_say_whether_the_host_has_to_read() -> None:
             assert isinstance(cause, HostWaits) if exchange.syncs_host else cause is None, (name, inline)
             # Of blocks only the host can know how many there are.
             assert not (inline and exchange.syncs_host) or exchange is NonZeroBlocks
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "exclude", "most"),  # QSGD's draws are a launch for each bucket
+    [
+        (OneBit(), "gather", "", 17),
+        (OneBit(), "two_pass", "", 23),
+        (QSGD(), "gather", "", 20),
+        (OneBit(), "gather", "a.bias", 21),
+    ],
+    ids=str,
+)
+def test_a_step_launches_nothing_but_what_it_needs(
+    codec: Codec, exchange: str, exclude: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels, torch's operations and collectives of a rank's three buckets, and what the training here does itself."""
+    launched, launch = list[int](), Machine.launch
+
+    def counting(machine: Machine, run: Callable[[], object]) -> None:
+        launched[-1] += machine.host.rank == 0
+        launch(machine, run)
+
+    monkeypatch.setattr(Machine, "launch", counting)
+    for steps in (2, 3):
+        launched.append(0)
+        on_gpus(Recipe(codec, exchange, exclude=frozenset({exclude}), steps=steps), Schedule())
+    assert launched[1] - launched[0] <= most
 
 
 @pytest.mark.parametrize("exchange", [name for name, exchange in EXCHANGES.items() if exchange.syncs_host])
