@@ -36,11 +36,7 @@ GROUPS = {
         ),
         "train": ("learning.train", "find the time to equal loss of each way, at each bandwidth"),
     },
-    "codecs in detail": {
-        "entropy": (
-            "codec.entropy_coding",
-            "measure an entropy coder behind the codecs: bits, time, and where it pays",
-        ),
+    "patches of weights": {
         "patch": ("codec.patches", "count bytes and seconds of patches of weights between checkpoints"),
     },
     "the project's own figures": {

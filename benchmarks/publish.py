@@ -76,7 +76,6 @@ train-far: {large} --rates 100mbit --delay 25ms --arms powersgd terngrad topk8 c
 train-low-rank: {large} --rates 100mbit --arms powersgd low-rank
 train-low-rank-far: {large} --rates 100mbit --delay 25ms --arms powersgd low-rank
 *codecs: codecs
-entropy: entropy
 patch: patch
 step: step --rate 1gbit --rounds 4 --warmup 4 --arms fp32 fp16 powersgd onebit topk auto hvd-none hvd-onebit hvd-topk
 step-far: step --rate 1gbit --delay 25ms --width 512 --layers 8 --bucket-mb 1 --rounds 4 --steps 5 --warmup 3 --arms

@@ -124,11 +124,10 @@ def entropy(codec: Codec, wire: np.ndarray, numel: int) -> float:
 
 
 def codes(codec: Codec, records: np.ndarray) -> np.ndarray | None:
-    """The codes of each record, [records, codes]: of its elements, and of `ChunkedTopK` of its entries. None: there are
-    none."""
+    """The codes of each record's elements, [records, codes]. None: there are none."""
     if isinstance(codec, OneBit):
         return np.unpackbits(records["signs"].reshape(len(records), -1), axis=1, bitorder="little")
-    if isinstance(codec, QSGD) or (isinstance(codec, ChunkedTopK) and "codes" in (records.dtype.names or ())):
+    if isinstance(codec, QSGD):
         width = codec.bits
         bits = np.unpackbits(records["codes"].reshape(len(records), -1), axis=1, bitorder="little")
         whole = bits[:, : bits.shape[1] // width * width].reshape(len(records), -1, width)
