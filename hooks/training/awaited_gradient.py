@@ -26,7 +26,9 @@ class AwaitedGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.ops.aten.detach.default:  # of `grad.data` and `grad.detach()`
             return args[0]
         if function in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):

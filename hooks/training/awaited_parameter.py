@@ -53,7 +53,8 @@ class AwaitedParameter:
 def awaited_class(base: type[Tensor], update: Callable[[list[Tensor]], None]) -> type[Tensor]:
     """The class of parameters of this base while their updates are due, which `update` takes."""
     inside = {"_update": staticmethod(update), "__module__": base.__module__, "__qualname__": base.__qualname__}
-    made: type[Tensor] = type(base)(base.__name__, (AwaitedParameter, base), inside)
+    kind: Any = type(base)
+    made: type[Tensor] = kind(base.__name__, (AwaitedParameter, base), inside)
     return made
 
 
