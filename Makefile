@@ -39,7 +39,7 @@ help:
 	@echo 'make docs      the pages of docs/ as a site, in site/'
 	@echo 'make matrix    sdist and wheel, installed and run with each Python and torch that can be had (MATRIX_ARGS=--help)'
 	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
-	@echo 'make benchmarks  regenerate every figure of docs/benchmark-tables.md: hours, on a machine that does nothing else'
+	@echo 'make benchmarks  regenerate every figure of docs/tables-*.md: hours, on a machine that does nothing else'
 	@echo 'make gpu-report  test, check and time the CUDA kernels on this machine’s GPU'
 	@echo 'make clean     remove .venv and everything that was built'
 

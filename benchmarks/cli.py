@@ -40,7 +40,7 @@ GROUPS = {
         "patch": ("codec.patches", "count bytes and seconds of patches of weights between checkpoints"),
     },
     "the project's own figures": {
-        "publish": ("publish", "regenerate every figure of docs/benchmark-tables.md"),
+        "publish": ("publish", "regenerate every figure of docs/tables-*.md"),
     },
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}

@@ -1,4 +1,4 @@
-"""Regenerate every figure of docs/benchmark-tables.md: run the whole set, then write its tables into the page.
+"""Regenerate every figure of docs/tables-*.md: run the whole set, then write its tables into the pages.
 
 Each entry of the set is one `gradwire-bench` command, which writes its JSON file to benchmarks/results/ and its picture
 to docs/. Those that need shaped links are left out where links cannot be had, and said to be; their older figures stay.
@@ -24,7 +24,7 @@ from .links import links
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
-PAGE = DOCS / "benchmark-tables.md"
+PAGES = "tables-*.md"
 
 
 @dataclass(frozen=True)
@@ -185,12 +185,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench publish`."""
-    if not (ROOT / PAGE).exists():
-        raise ValueError(f"{ROOT} has no {PAGE}: publishing takes a clone of the repository, installed with pip -e")
+    if not list((ROOT / DOCS).glob(PAGES)):
+        raise ValueError(f"{ROOT} has no {DOCS}: publishing takes a clone of the repository, installed with pip -e")
     if not options.tables:
         chosen = [publication for publication in SET if publication.name in options.only]
         make(chosen, links.missing())
-    write_page()
+    write_pages()
     return 0
 
 
@@ -216,29 +216,39 @@ def make(publications: Sequence[Publication], no_links: str | None) -> None:
         raise ValueError(f"{', '.join(failed)} failed; their figures are the older ones")
 
 
-def write_page() -> None:
-    """Regenerate every table of the page from the JSON files."""
-    page = ROOT / PAGE
-    page.write_text(filled(page.read_text("utf-8")), "utf-8")
+def pages() -> dict[Path, str]:
+    """The texts of the pages with tables."""
+    return {path: path.read_text("utf-8") for path in sorted((ROOT / DOCS).glob(PAGES))}
 
 
-def filled(text: str) -> str:
-    """A page whose tables are those of the JSON files.
+def write_pages() -> None:
+    """Regenerate every table from the JSON files."""
+    for path, text in filled(pages()).items():
+        path.write_text(text, "utf-8")
+
+
+def filled(texts: Mapping[Path, str]) -> dict[Path, str]:
+    """Pages whose tables are those of the JSON files.
 
     Between `<!-- NAME:begin -->` and `<!-- NAME:end -->` stand the command and the tables of the publication NAME.
 
     Raises:
-        ValueError: a publication has no place in the page.
+        ValueError: a publication has no place in the pages, or several.
     """
+    texts = dict(texts)
     for publication in SET:
         begin, end = (f"<!-- {publication.name}:{side} -->" for side in ("begin", "end"))
-        if begin not in text or end not in text:
-            raise ValueError(f"{PAGE} has no place for {publication.name}: it needs lines {begin} and {end}")
+        places = [path for path, text in texts.items() if begin in text and end in text]
+        if len(places) != 1:
+            raise ValueError(
+                f"{DOCS}/{PAGES} have {len(places)} places for {publication.name}: one needs lines {begin} and {end}"
+            )
+        text = texts[places[0]]
         result = json.loads((ROOT / publication.json).read_text("utf-8"))
         block = "\n\n".join(section(publication, result))
         before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{block}\n{end}{rest.partition(end)[2]}"
-    return text
+        texts[places[0]] = f"{before}{begin}\n{block}\n{end}{rest.partition(end)[2]}"
+    return texts
 
 
 def section(publication: Publication, result: Mapping[str, Any]) -> Iterable[str]:

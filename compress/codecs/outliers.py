@@ -28,7 +28,7 @@ class Outliers(Codec):
     It goes through the exchange "gather": its entries lie anywhere in the gradient, so no slice of the wire is one of
     the gradient, as "two_pass" needs; and most of the gradient has no entry, as "union" and "split" need. That it looks
     for them in the whole gradient is what makes it learn: with the largest 1 % of each 8192 elements the text model of
-    docs/benchmark-tables.md ended 11 % above float32 under SGD, in the place of 2 %.
+    docs/tables-learning.md ended 11 % above float32 under SGD, in the place of 2 %.
 
     Args:
         inner: codes the rest: `OneBit()`, `Ternary()`, `QSGD()` or any other `BlockCodec`.

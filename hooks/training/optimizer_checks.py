@@ -21,7 +21,7 @@ from .recommend import LESS_MOMENTUM, MOST_MOMENTUM, is_adaptive, orthogonalises
 def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> str | None:
     """The known problem of an optimizer with a codec, and a plain residual if `feedback`; None: there is none.
 
-    See docs/benchmark-tables.md, "The same model at the end".
+    See docs/tables-learning.md.
     """
     name, inner = type(optimizer).__name__, codec.inner if isinstance(codec, Outliers) else codec
     if feedback and orthogonalises(optimizer) and not isinstance(codec, Cast | QSGD):

@@ -13,7 +13,7 @@ from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Residu
 from ...compress.codecs.chunked_topk import MOST_ENTRIES
 from ...compress.feedback.base import Feedback
 
-#: See docs/benchmark-tables.md, "The same model at the end".
+#: See docs/tables-learning.md.
 CHUNKED = (
     "sends the largest elements of each chunk, in two bits each and with the chunk's own levels, and keeps the rest in "
     "a residual. Of all codecs this small, models under adaptive optimizers have ended closest to float32 with it. "

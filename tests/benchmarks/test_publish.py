@@ -1,4 +1,4 @@
-"""The published set: its commands parse, and docs/benchmark-tables.md has what their JSON files say."""
+"""The published set: its commands parse, and docs/tables-*.md have what their JSON files say."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from gradwire.benchmarks import publish
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.report import Table
 from gradwire.benchmarks.learning import learn
-from gradwire.benchmarks.publish import PAGE, ROOT, SET, Publication
+from gradwire.benchmarks.publish import ROOT, SET, Publication
 
 
 def test_the_page_says_what_was_measured() -> None:
-    text = (ROOT / PAGE).read_text("utf-8")
-    assert publish.filled(text) == text, "run `gradwire-bench publish --tables`"
+    texts = publish.pages()
+    assert publish.filled(texts) == texts, "run `gradwire-bench publish --tables`"
+    text = "".join(texts.values())
     for publication in SET:
         assert f"gradwire-bench {publication.command}" in text
         if publication.plot:
@@ -25,12 +26,16 @@ def test_the_page_says_what_was_measured() -> None:
 
 
 def test_a_wrong_figure_is_found() -> None:
-    text = (ROOT / PAGE).read_text("utf-8")
-    wrong = text.replace("| PyTorch DDP |", "| PyTorch, float64 |")
-    assert wrong != text
-    assert publish.filled(wrong) == text
-    with pytest.raises(ValueError, match=f"no place for {SET[0].name}"):
-        publish.filled(text.replace(f"<!-- {SET[0].name}:end -->", ""))
+    texts = publish.pages()
+    wrong = {path: text.replace("| PyTorch DDP |", "| PyTorch, float64 |") for path, text in texts.items()}
+    assert wrong != texts
+    assert publish.filled(wrong) == texts
+    torn = {path: text.replace(f"<!-- {SET[0].name}:end -->", "") for path, text in texts.items()}
+    with pytest.raises(ValueError, match=f"have 0 places for {SET[0].name}"):
+        publish.filled(torn)
+    twice = texts | {Path("copy.md"): "".join(texts.values())}
+    with pytest.raises(ValueError, match=f"have 2 places for {SET[0].name}"):
+        publish.filled(twice)
 
 
 def result(name: str) -> Any:
