@@ -66,18 +66,18 @@ class Pipeline:
     def start(
         self,
         stages: Stages,
-        result: Tensor,
+        result: Tensor | None = None,
         clock: Clock = no_clock,
         future: torch.futures.Future[Tensor] | None = None,
     ) -> torch.futures.Future[Tensor]:
         """Begin a task. The future, one of `new_future` or a new one, gets `result` when the stages have ended, or
         their exception.
 
-        On a GPU the stages run after the work that the current stream holds now, and whoever waits for the future sees
-        their results.
+        On a GPU the stages run after the work that the current stream holds now, and later work of a stream that waits
+        for the future runs after them. Tensors that they use are the caller's to `record_stream`.
         """
         future = self.new_future() if future is None else future
-        self._put(Task(stages, result, future, clock, self._ready()))
+        self._put(Task(stages, self._scheduler.nothing if result is None else result, future, clock, self._ready()))
         return future
 
     def submit(self, job: Job) -> torch.futures.Future[Any]:
@@ -169,6 +169,8 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.streams = None if self.device is None else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
+        #: In the place of no result: a wait for a future orders only the devices of tensors in its result.
+        self.nothing = torch.empty(0, device=self.device or "cpu")
 
     # -- the computing thread ----------------------------------------------------------------------------------------
 
@@ -258,7 +260,8 @@ class Scheduler:
             self.streams[0].wait_stream(self.streams[1])
         with self._stream(0, barrier.ready):
             try:
-                barrier.future.set_result(barrier.job())
+                result = barrier.job()
+                barrier.future.set_result(self.nothing if result is None else result)
             except Exception as error:
                 self._fail(error, barrier)
         if self.streams is not None:

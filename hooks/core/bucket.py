@@ -92,8 +92,6 @@ class Bucket:
         #: That number on its way to the host.
         self.counting: Readback | None = None
         self.device = like.device
-        #: The result of stages that have none.
-        self.nothing = torch.empty(0, device="cpu")
         #: True if the last mean, as DDP gets it, was not finite; alike on all ranks. None where nobody asks.
         self.overflow: Tensor | None = None
 

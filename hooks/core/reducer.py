@@ -154,7 +154,7 @@ class Reducer:
         ):  # the step depends on the announcements of the other ranks
             pipeline.submit(partial(drive, stages))
         else:
-            pipeline.start(stages, bucket.nothing, self._clock(bucket))
+            pipeline.start(stages, clock=self._clock(bucket))
 
     def sparse_gradient(self, index: int, name: str, parameter: Tensor) -> SparseGradient:
         """Make the argument of `reduce` for a parameter with sparse gradients. All ranks must, equally often."""

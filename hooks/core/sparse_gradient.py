@@ -65,8 +65,6 @@ class SparseGradient:
         self.ports: Sequence[Port] = (apart.persistent_gather(self._every, self._samples),)
         self.clock: Clock | None = None
         self.finite, self.algorithm = True, ""
-        #: The result of stages that have none.
-        self.nothing = torch.empty(0, device="cpu")
 
     def serves(self, parameters: list[Tensor], like: Tensor) -> bool:
         """True if DDP's bucket of these parameters still is this one."""

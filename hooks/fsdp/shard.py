@@ -90,6 +90,8 @@ class ScatterState(Counted):
             else:  # FSDP then reduces nothing
                 part.shards.attach(partial(self._alone, part))
         self._by_hand = ByHand(model, self._ended, self._raised)
+        #: On a GPU: the stream on which FSDP reduces.
+        self._stream: torch.cuda.Stream | None = None
         self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps with such records
         self._unequal = _Unequal(device)
         expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
@@ -125,6 +127,8 @@ class ScatterState(Counted):
         Args:
             plain: calls FSDP's own, on the same tensors.
         """
+        if output.is_cuda:
+            self._stream = torch.cuda.current_stream(output.device)
         times = times_mean(op, part.ranks, 1.0 / divide_factor(part.shards.group))
         outside = self._begin(part)
         part.use_contribution(times / part.ranks / post_divide(part.shards.group, output.dtype))
@@ -189,11 +193,17 @@ class ScatterState(Counted):
         except Exception as error:
             raise RuntimeError(f"gradwire: {error} [step {self._step}, {choice.codec}]") from error
 
+    def _follow_stream(self) -> None:
+        """On a GPU: later kernels on the current stream run after those of the pass."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
     @undivided
     def _ended(self) -> None:
         if self._open is None:
             return
         self._open, choice = None, self._options.choice(self._step)
+        self._follow_stream()
         self._session.post_receives()
         self._session.end()
         self._step += 1
@@ -218,6 +228,7 @@ class ScatterState(Counted):
         """Return the means of a pass that has raised, except those that an optimizer has applied within backward."""
         parts, self._open = self._open or {}, None
         self._step += bool(parts)
+        self._follow_stream()
         for part in parts.values():
             if not part.shards.hooked:
                 part.put_back()

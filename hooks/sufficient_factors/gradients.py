@@ -99,7 +99,9 @@ class SufficientFactors(Counted):
             weight: Any = module.weight
             layer = Layer(f"{name}.weight".removeprefix("."), weight, self._session)
             dist.broadcast(weight.detach(), self._session.group.ranks[0], group)
-            self._handles.append(weight.register_post_accumulate_grad_hook(partial(weakly(self._refuse), layer)))
+            # By number: the hook of a weight that led back to the weight would keep it for ever.
+            refuse = partial(weakly(self._refuse), len(self._layers))
+            self._handles.append(weight.register_post_accumulate_grad_hook(refuse))
             module.__class__ = FactorLinear
             owners[module] = layer, self
             self._layers.append(layer)
@@ -203,12 +205,7 @@ class SufficientFactors(Counted):
             layer.keep(factors)
             return False
         self.begin()
-        if layer.found is None:
-            raise RuntimeError(
-                f"{layer.name!r}: its gradient is on its way, and this pass finds another part of it: call backward "
-                "once for each forward pass"
-            )
-        layer.found.append(factors)
+        layer.find(factors)
         while self._started < len(self._layers):
             layer = self._layers[self._started]
             if not layer.found or layer.waiting:
@@ -219,7 +216,7 @@ class SufficientFactors(Counted):
     def _start(self, layer: Layer, raised: bool = False) -> None:
         self._started += 1
         stages = layer.reduce(self._step, layer.contribution(raised))
-        layer.future = self._pipeline.start(stages, torch.empty(0, device="cpu"))
+        layer.future = self._pipeline.start(stages)
 
     def _end_step(self, raised: bool) -> None:
         for layer in self._layers[self._started :]:
@@ -284,7 +281,8 @@ class SufficientFactors(Counted):
         self._session.end()
 
     @untraced
-    def _refuse(self, layer: Layer, weight: Tensor) -> None:
+    def _refuse(self, number: int, weight: Tensor) -> None:
+        layer = self._layers[number]
         if self._open and weight.grad is not None and weight.grad not in layer.before:
             raise RuntimeError(
                 f"{layer.name!r} has a gradient from elsewhere than its linear layer, as of a penalty or another use "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
+from functools import reduce
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -52,6 +54,7 @@ class Part(NamedTuple):
         kept: factors of `grad`, from passes before it.
         grad: `weight.grad`.
         base: `grad` is a mean of earlier steps, which this one's is added to.
+        ready: on a GPU, events of the streams that have made the factors.
     """
 
     kind: int
@@ -59,6 +62,15 @@ class Part(NamedTuple):
     kept: list[Factors]
     grad: Tensor | None
     base: bool
+    ready: Sequence[torch.cuda.Event] = ()
+
+    def use(self) -> None:
+        """On a GPU: later kernels on the current stream may read these tensors."""
+        for event in self.ready:
+            event.wait()
+        for used in (*chain(*self.new, *self.kept), *([] if self.grad is None else [self.grad])):
+            if used.is_cuda:
+                used.record_stream(torch.cuda.current_stream(used.device))
 
 
 class Call:
@@ -117,6 +129,7 @@ class Layer:
         self._mean: Tensor | None = None
         self._adds = False
         self._digest = 0
+        self._ready: list[torch.cuda.Event] = []
         #: Factors of what passes without an exchange have left in `weight.grad`; None if it holds something else, too.
         self._kept: list[Factors] | None = []
         self._local, self._mean_left, self.before = Seen(), Seen(), Seen()
@@ -133,16 +146,33 @@ class Layer:
         """Note factors of what this pass adds."""
         if self._kept is not None:  # their memory may be written to before the exchange
             self._kept.append(Factors(factors.x.clone(), factors.dy.clone()))
+            self._made(factors)
 
     def end_kept(self) -> None:
         """Note the gradient as this pass has left it."""
         self._local.note(self.weight.grad if self._kept else None)
 
+    def _made(self, factors: Factors) -> None:
+        # Each call of the layer has a stream of its own, and another call or layer may start the exchange on its own.
+        if factors.x.is_cuda:
+            self._ready.append(torch.cuda.current_stream(factors.x.device).record_event())
+
     # -- a step ------------------------------------------------------------------------------------------------------
+
+    def find(self, factors: Factors) -> None:
+        """Note factors of this step."""
+        if self.found is None:
+            raise RuntimeError(
+                f"{self.name!r}: its gradient is on its way, and this pass finds another part of it: call backward "
+                "once for each forward pass"
+            )
+        self.found.append(factors)
+        self._made(factors)
 
     def contribution(self, raised: bool = False) -> Part:
         """This rank's part of the step."""
         new, self.found = self.found or [], None
+        ready, self._ready = self._ready, []
         kept, grad = self._kept or [], self.weight.grad
         known = grad in self._local
         self._kept = []
@@ -150,24 +180,23 @@ class Layer:
         if raised:
             return Part(RAISED, [], [], None, False)
         if known:
-            return Part(FACTORS, new, kept, grad, False)
+            return Part(FACTORS, new, kept, grad, False, ready)
         base = grad in self._mean_left
         if grad is not None and not base and bool(grad.any()):
-            return Part(DENSE, new, [], grad, False)
-        return Part(FACTORS if new else UNUSED, new, [], grad, base)
+            return Part(DENSE, new, [], grad, False, ready)
+        return Part(FACTORS if new else UNUSED, new, [], grad, base, ready)
 
     def reduce(self, step: int, part: Part) -> Stages:
         """Stages from this rank's part to the mean: the factors' sum over all ranks, computed alike on each, or the
         gradients' where that takes fewer bytes."""
         self._mean, self._adds, group, size = None, part.base, self._group, self._group.size
-        (out, width), own = self.weight.shape, joined([*part.kept, *part.new])
-        dtype = 0 if own is None else 1 + DTYPES.index(own.x.dtype)
-        self._announcement.start(step, part.kind + 4 * part.base, 0 if own is None else len(own.x), dtype, self._digest)
+        (out, width), parts = self.weight.shape, [*part.kept, *part.new]
+        dtypes = [x.dtype for x, _ in parts]
+        dtype = 1 + DTYPES.index(reduce(torch.promote_types, dtypes)) if parts else 0
+        self._announcement.start(step, part.kind + 4 * part.base, sum(len(x) for x, _ in parts), dtype, self._digest)
         assert self._announcement.in_flight is not None
         yield self._announcement.in_flight
-        for used in (*(own or ()), *([] if part.grad is None else [part.grad])):
-            if used.is_cuda:
-                used.record_stream(torch.cuda.current_stream(used.device))
+        part.use()  # nothing has read them before, on another stream
         words = self._announcement.words
         kinds, rows = {row[PART] % 4 for row in words}, [row[ROWS] for row in words]
         self.lost = next((rank for rank, row in zip(group.ranks, words, strict=True) if row[PART] == RAISED), None)
@@ -194,6 +223,7 @@ class Layer:
         else:
             self.how, self.received = f"factors: {sum(rows)} rows", received
             self.sent = rows[group.rank] * (width + out) * travel.itemsize
+            own = joined(parts)
             mine = self._room(0, travel) if own is None else Factors(own.x.contiguous(), own.dy.contiguous())
             every = self._room(sum(rows), travel)
             yield WaitAll(

@@ -162,6 +162,30 @@ def test_what_a_rank_announces_comes_after_all_that_it_waits_for(rank: int, exch
     assert early == 0
 
 
+def held() -> dict[str, int]:
+    """What a training holds: weights, threads, descriptors."""
+    gc.collect()
+    return {
+        "weights": sum(issubclass(type(found), nn.Parameter) for found in gc.get_objects()),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+@pytest.mark.parametrize("front", sorted(endings.FRONTS))
+@on_ranks(2)
+def test_a_training_that_is_dropped_leaves_nothing(rank: int, front: str) -> None:
+    training = endings.Training(front, "topk", "gather", 2, "collected", 0, 0, (0, 0, 0.0), False)
+    endings.train(training, rank, [])  # what stays until the process ends
+    before = held()
+    endings.train(training, rank, [])
+    endings.train(training, rank, [])
+    deadline = time.monotonic() + 10
+    while (after := held()) != before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert after == before
+
+
 def several(rank: int, seed: int) -> list[tuple[str, str]]:
     return endings.many(seed, seconds=60, runs=5)
 

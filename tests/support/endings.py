@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import random
@@ -19,6 +20,7 @@ from gradwire import (
     CompressState,
     LocalUpdates,
     OneBit,
+    SufficientFactors,
     TopK,
     compress_fsdp,
     compress_hook,
@@ -27,7 +29,7 @@ from gradwire import (
 )
 from gradwire.optim import DistributedLion, OneBitAdam
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -121,8 +123,15 @@ def _overlap(net: Net, training: Training) -> Made:
     return model, optimizer.step, overlap.close if training.layer % 2 else close
 
 
+@functools.cache
+def _replicas(group: dist.ProcessGroup) -> DeviceMesh:
+    """Replicas of one rank each. Torch keeps the groups of a mesh."""
+    return init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("replicate", "shard"))
+
+
 def _fsdp(net: Net, training: Training) -> Made:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    group: Any = dist.group.WORLD
+    mesh = _replicas(group)
     for layer in net.layers:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
@@ -162,6 +171,11 @@ def _lion(net: Net, training: Training) -> Made:
     return net, optimizer.step, optimizer.close
 
 
+def _factors(net: Net, training: Training) -> Made:
+    factors = SufficientFactors(net, ["layers.*"])
+    return DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.01).step, factors.close
+
+
 def _horovod(net: Net, training: Training) -> Made:
     hvd.init()
     compression = hvd.Compression.codec(CODECS[training.codec], entropy_coding=training.coded)
@@ -191,7 +205,7 @@ def _sparse(net: Net, training: Training) -> Made:
 
 FRONTS = {
     "ddp": _ddp, "overlap": _overlap, "fsdp": _fsdp, "scatter": _scatter, "local": _local, "adam": _adam, "lion": _lion,
-    "horovod": _horovod, "sparse": _sparse,
+    "horovod": _horovod, "sparse": _sparse, "factors": _factors,
 }  # fmt: skip
 
 

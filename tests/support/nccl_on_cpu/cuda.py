@@ -11,9 +11,10 @@ import torch
 from emulated import EmulatedDevice
 from gradwire.compress.backends.cuda.runtime.device import DEVICES, THREADS, Argument, Device, Function
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .machine import Event, Machine, activated, active
-from .tensors import DEVICE, GpuTensor
+from .tensors import DEVICE, Factories, GpuTensor
 
 
 class Gpu(Device):
@@ -45,7 +46,8 @@ def _future_init(self: Any, *, devices: Any = None) -> None:
 
 
 def _set_result(self: Any, result: Any) -> None:
-    if self.on_device:
+    if self.on_device and any(isinstance(part, GpuTensor) for part in tree_leaves(result)):
+        # As torch: without a tensor of a device in it, nobody who waits for the result waits for the device.
         self.event = active().current.record_event()
     torch._C.Future.set_result(self, result)
 
@@ -57,6 +59,15 @@ def _wait(self: Any) -> Any:
         if isinstance(result, GpuTensor):
             result.record_stream(active().current)
     return result
+
+
+_run_backward = torch.autograd._engine_run_backward
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    """`Tensor.backward` leaves the mode; hooks are to find it."""
+    with Factories():
+        return _run_backward(*args, **kwargs)
 
 
 @contextmanager
@@ -78,6 +89,7 @@ def installed(machine: Machine) -> Iterator[Machine]:
     patch.setattr(torch.cuda.nvtx, "range", nullcontext)
     for name, fake in {"__init__": _future_init, "set_result": _set_result, "wait": _wait}.items():
         patch.setattr(torch.futures.Future, name, fake)
+    patch.setattr(torch.autograd, "_engine_run_backward", _backward)
     patch.setitem(DEVICES, DEVICE, Gpu())
     try:
         with activated(machine):
