@@ -128,7 +128,7 @@ def train(world: World, rank: int) -> list[Tensor]:
                     else:
                         net(x).backward()
             for weight in weights:
-                weight.sub_(weight.grad, alpha=RATE)
+                weight.sub_(weight.grad, alpha=RATE)  # type: ignore[arg-type]
             net.zero_grad()
     assert factors.statistics().steps == len(PASSES)
     assert all(text.startswith("factors") for text in factors.statistics().decisions.values())
@@ -144,7 +144,7 @@ def expected(ranks: int) -> list[Tensor]:
                 (net(batch(rank, number)) / ranks).backward()
         number += 1
         for layer in (net.a, net.b):
-            layer.weight.data.sub_(layer.weight.grad, alpha=RATE)
+            layer.weight.data.sub_(layer.weight.grad, alpha=RATE)  # type: ignore[arg-type]
         net.zero_grad()
     return [net.a.weight.detach(), net.b.weight.detach()]
 
@@ -164,7 +164,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Schedule], Worl
         return found[-1]
 
     names: dict[str, Any] = {"is_available": bool, "is_initialized": bool, "broadcast": bool, "new_group": bool}
-    fake = types.SimpleNamespace(**{name: lambda *_: True for name in names}, group=types.SimpleNamespace(WORLD=object()))
+    fake = types.SimpleNamespace(
+        **{name: lambda *_: True for name in names}, group=types.SimpleNamespace(WORLD=object())
+    )
     fake.get_world_size = lambda group: 2
     monkeypatch.setattr(gradients, "dist", fake)
     monkeypatch.setattr(gradients, "Session", session)
@@ -182,7 +184,9 @@ def wrong(world: Callable[[Schedule], World]) -> list[str]:
     return [
         stream
         for stream, ranks in zip(["none", *found], results, strict=True)
-        if not all(torch.allclose(w, g, rtol=1e-4, atol=1e-5) for mine in ranks for w, g in zip(wanted, mine, strict=True))
+        if not all(
+            torch.allclose(w, g, rtol=1e-4, atol=1e-5) for mine in ranks for w, g in zip(wanted, mine, strict=True)
+        )
     ]
 
 
