@@ -3,17 +3,16 @@ those that plain data parallelism has on CPUs. Faults are seeded, and each is fo
 
 from __future__ import annotations
 
-import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from gradwire import SufficientFactors
 from gradwire.hooks.sufficient_factors import gradients, selection
-from nccl_on_cpu import DEVICE, GpuTensor, Schedule, World, on_gpu, read
-from nccl_on_cpu.machine import Event, Stream
+from nccl_on_cpu import DEVICE, Schedule, World, on_gpu, read
+from nccl_on_cpu.machine import Stream
 from nccl_on_cpu.training import Meeting
 from torch import Tensor, nn
 
@@ -137,12 +136,12 @@ def train(world: World, rank: int) -> list[Tensor]:
 
 def expected(ranks: int) -> list[Tensor]:
     net = model()
-    number = 0
+    first = 0
     for passes in PASSES:
-        for number in range(number, number + passes):
+        for number in range(first, first + passes):
             for rank in range(ranks):
                 (net(batch(rank, number)) / ranks).backward()
-        number += 1
+        first += passes
         for layer in (net.a, net.b):
             layer.weight.data.sub_(layer.weight.grad, alpha=RATE)  # type: ignore[arg-type]
         net.zero_grad()
@@ -150,7 +149,7 @@ def expected(ranks: int) -> list[Tensor]:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Schedule], World]]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[Schedule], World]:
     """Worlds in which `SufficientFactors` connects."""
     found: list[World] = []
 
@@ -171,7 +170,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Schedule], Worl
     monkeypatch.setattr(gradients, "dist", fake)
     monkeypatch.setattr(gradients, "Session", session)
     monkeypatch.setattr(selection, "check_whole", lambda *_: None)
-    yield make
+    return make
 
 
 def wrong(world: Callable[[Schedule], World]) -> list[str]:
