@@ -121,25 +121,14 @@ learn-lead: {learn} --learning-rates 8e-3 1.6e-2 3.2e-2 6.4e-2 --arms chunked25-
 learn-mask: {learn} --learning-rates 8e-3 --arms topk1-exact-b5 topk1-split-b5 topk1-mask-b5 topk2-mask-b5
 learn-muon: {learn} --optimizer muon --steps 3000 --learning-rates 8e-3 1.6e-2 --arms local3-qsgd4 local5-chunked25
     local5-wide3
-learn-muon-tried: {learn} --optimizer muon --steps 3000 --seeds 1 --learning-rates 1.6e-2 --arms local3-qsgd4
-    local2-chunked25 local5-chunked25 local10-chunked25 local5-wide3 local5-wide1.5
-    local5-wide1.5-b8 local4-wide1.2-b8 local26-ternary
 learn-muloco: {learn} --optimizer muon --steps 3000 --seeds 1 --learning-rates 8e-3 1.6e-2 --arms muloco30-2bit
 learn-stages: {learn} --learning-rates 8e-3 --arms stages4-q8 stages4-q8-q4 stages4-q6-q4
-learn-stages-tried: {learn} --seeds 1 --learning-rates 8e-3 --arms stages4-q4 stages4-q4-unrotated
-    stages4-q4-feedback
 learn-muon-gradients: {learn} --optimizer muon --steps 1000 --seeds 1 --learning-rates 8e-3 --arms chunked25-b5
     powersgd4 wide0.7-b5 tracking95-ternary
-learn-tried: {learn} --seeds 1 --learning-rates 8e-3 --arms chunked25 chunked25-late chunked18 topk7.5-split topk4
-    topk1 tracking-ternary
 learn-long: {learn} --steps 4500 --learning-rates 4e-3 --arms float32-b8 chunked25-b5 wide0.7-b5
-learn-long-tried: {learn} --steps 4500 --learning-rates 4e-3 --seeds 1 --arms float32-b8 chunked25 powersgd4-b5
-    chunked1.4-b5 wide0.2-b5 local10-ternary local30-ternary
 learn-large: {learn} --task large --batch 8 --steps 300 --learning-rates 4e-3 --arms chunked25-b5
 learn-periodic: {learn} --steps 4500 --learning-rates 4e-3 8e-3 1.2e-2 --arms local3-wide0.7-b8 local4-wide1.2-b8
     local5-wide1.5-b8
-learn-periodic-tried: {learn} --steps 4500 --learning-rates 8e-3 --seeds 1 --arms local10-ternary local8-wide2.6-b8
-    local5-wide1.5 local5-wide1.5-b8 local3-wide0.7-b8
 learn-periodic-late: {learn} --steps 4500 --learning-rates 1.2e-2 --seeds 1 --arms local3-wide0.7-b8 local5-wide1.5-b8
     carried3-wide0.9-b8
 learn-batch: {learn} --batch 64 --seeds 1 --learning-rates 8e-3 --arms chunked25 local10-ternary

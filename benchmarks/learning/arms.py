@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -43,8 +42,6 @@ class LearningArm:
         codec, exchange, strategy: as of `InProcessRanks`.
         begins: so many steps, to begin with, send 8 bits an element.
         method: what ranks exchange in the place of gradients, a name of `training.inside`; "": gradients.
-        corrected: the learning rate of step t is divided by 1 - β^t, which corrects the bias of the estimate that is
-            handed out, as Adam does with its own first moment.
         rounds: ranks train models of their own, and exchange differences of parameters; None: gradients.
         momentum: the optimizer's, β1 of AdamW, where the strategy has none. What a residual keeps back arrives late,
             which is a momentum too (Mitliagkas et al. 2016), so that Adam may do with less of its own.
@@ -57,7 +54,6 @@ class LearningArm:
     exchange: str = "dense"
     strategy: Feedback | None = None
     begins: int = 0
-    corrected: bool = False
     method: str = ""
     rounds: RoundSchedule | None = None
     momentum: float = MOMENTUM
@@ -76,7 +72,7 @@ class LearningArm:
         if isinstance(self.strategy, Residual) and self.strategy.dtype != torch.float32:
             feedback += f" in {self.strategy.dtype}".replace("torch.", "")
         begins = f", after {self.begins} steps of 8 bits" if self.begins else ""
-        return self._named(f" by {self.exchange}{feedback}{begins}{', corrected' * self.corrected}")
+        return self._named(f" by {self.exchange}{feedback}{begins}")
 
     @property
     def short(self) -> str:
@@ -111,8 +107,8 @@ MULOCO = RoundSchedule(30, outer_lr=0.7, outer_momentum=0.9)
 SMOOTH = Tracking(MOMENTUM, clip=1.0)
 
 
-def _stages(bits: int, backward: int, stages: int = 4, **how: Any) -> LearningArm:
-    return LearningArm(between=StageCodes(stages, QSGD(bits=bits), QSGD(bits=backward), **how))
+def _stages(bits: int, backward: int) -> LearningArm:
+    return LearningArm(between=StageCodes(4, QSGD(bits=bits), QSGD(bits=backward)))
 
 
 def _top(density: float) -> Codec:
@@ -121,27 +117,16 @@ def _top(density: float) -> Codec:
 
 LEARNED = {
     FLOAT32: LearningArm(),
-    "float32-b95": LearningArm(momentum=0.95),
     "float32-b8": LearningArm(momentum=0.8),
     "float32-b5": LearningArm(momentum=0.5),
     "float32-late3": LearningArm(late=3),
     "float32-late3-b5": LearningArm(late=3, momentum=0.5),
     "tracking": LearningArm(strategy=SMOOTH),
-    "tracking-corrected": LearningArm(strategy=SMOOTH, corrected=True),
     "tracking-ternary": LearningArm(Ternary(), "two_pass", SMOOTH),
-    "tracking-ternary-corrected": LearningArm(Ternary(), "two_pass", SMOOTH, corrected=True),
     "tracking95-ternary": LearningArm(Ternary(), "two_pass", Tracking(0.95, clip=1.0)),
-    "tracking-onebit": LearningArm(OneBit(block=256), "two_pass", SMOOTH),
-    "tracking-topk8": LearningArm(_top(0.08), "split", SMOOTH),
-    "tracking-topk4": LearningArm(_top(0.04), "split", SMOOTH),
-    "tracking-topk2": LearningArm(_top(0.02), "split", SMOOTH),
-    "tracking-topk2-corrected": LearningArm(_top(0.02), "split", SMOOTH, corrected=True),
-    "tracking-topk1": LearningArm(_top(0.01), "split", SMOOTH),
     "dgc-topk1": LearningArm(TopK(0.01), "gather", Momentum(MOMENTUM)),
     "dgc-topk9": LearningArm(_top(0.09), "split", Momentum(MOMENTUM, masking=False), begins=75),
-    "dgc-topk01": LearningArm(TopK(0.001), "gather", Momentum(MOMENTUM)),
     "onebit-adam": LearningArm(OneBit(), "two_pass", Residual(), method="adam"),
-    "topk4-adam": LearningArm(_top(0.04), "gather", Residual(), method="adam"),
     "lion": LearningArm(Votes(), "two_pass", method="lion"),
     "lion-mean": LearningArm(Votes(rule="mean"), "gather", method="lion"),
     "terngrad": LearningArm(TernGrad(), "two_pass"),
@@ -150,14 +135,12 @@ LEARNED = {
     "onebit-bf16": LearningArm(OneBit(block=256), "two_pass", Residual(dtype=torch.bfloat16)),
     "onebit-int8": LearningArm(OneBit(block=256), "two_pass", Residual(dtype=torch.int8)),
     "onebit-outliers": LearningArm(Outliers(OneBit()), "gather", Residual()),
-    "ternary-outliers": LearningArm(Outliers(Ternary()), "gather", Residual()),
     "topk7.5-split": LearningArm(_top(0.075), "split", Residual(), begins=75),
     "topk9-split": LearningArm(_top(0.09), "split", Residual(), begins=75),
     "topk4": LearningArm(_top(0.04), "gather", Residual(), begins=60),
     "topk4-bf16": LearningArm(_top(0.04), "gather", Residual(dtype=torch.bfloat16), begins=60),
     "topk4-int8": LearningArm(_top(0.04), "gather", Residual(dtype=torch.int8), begins=60),
     "topk3": LearningArm(_top(0.03), "gather", Residual()),
-    "topk2": LearningArm(_top(0.02), "gather", Residual()),
     "topk1": LearningArm(_top(0.01), "gather", Residual()),
     "topk1-b5": LearningArm(_top(0.01), "gather", Residual(), momentum=0.5),
     "topk1-split-b5": LearningArm(TopK(0.01), "split", Residual(), momentum=0.5),
@@ -165,26 +148,17 @@ LEARNED = {
     "topk2-mask-b5": LearningArm(_top(0.02), "mask", Residual(), momentum=0.5),
     "topk1-exact-b5": LearningArm(TopK(0.01), "gather", Residual(), momentum=0.5),
     "powersgd4": LearningArm(PowerSGD(rank=4), "factors", Residual()),
-    "powersgd4-b5": LearningArm(PowerSGD(rank=4), "factors", Residual(), momentum=0.5),
-    "powersgd2": LearningArm(PowerSGD(rank=2), "factors", Residual()),
-    "powersgd1": LearningArm(PowerSGD(rank=1), "factors", Residual()),
-    "powersgd1-b5": LearningArm(PowerSGD(rank=1), "factors", Residual(), momentum=0.5),
-    "chunked18": LearningArm(ChunkedTopK(k=737, values=4), "two_pass", Residual()),
     "chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual()),
     "chunked25-b8": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.8),
     "chunked25-b5": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.5),
     "chunked25-b3": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), momentum=0.3),
     "chunked25-lead": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Lead()),
     "wide1.5-lead": LearningArm(ChunkedTopK(k=1000, chunk=65536), "gather", Lead()),
-    "chunked25-late": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), begins=300),
     "chunked1.4-b5": LearningArm(ChunkedTopK(k=58), "gather", Residual(), momentum=0.5),
     "wide1.5-b5": LearningArm(ChunkedTopK(k=1000, chunk=65536), "gather", Residual(), momentum=0.5),
     "wide0.7-b5": LearningArm(ChunkedTopK(k=448, chunk=65536), "gather", Residual(), momentum=0.5),
-    "wide0.2-b5": LearningArm(ChunkedTopK(k=160, chunk=65536), "gather", Residual(), momentum=0.5),
-    "chunked3": LearningArm(ChunkedTopK(k=138, values=2), "two_pass", Residual()),
     "local1-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(1)),
     "local2-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(2)),
-    "local5-qsgd8": LearningArm(QSGD(bits=8), "two_pass", Residual(), rounds=RoundSchedule(5)),
     "local3-wide0.7-b8": LearningArm(WIDE[3], "gather", Residual(), rounds=RoundSchedule(3), momentum=0.8),
     "local4-wide1.2-b8": LearningArm(WIDE[4], "gather", Residual(), rounds=RoundSchedule(4), momentum=0.8),
     "local5-wide1.5-b8": LearningArm(WIDE[5], "gather", Residual(), rounds=RoundSchedule(5), momentum=0.8),
@@ -192,22 +166,12 @@ LEARNED = {
         CARRIED, "gather", Residual(), rounds=RoundSchedule(3, delay=1, carry=True), momentum=0.8
     ),
     "local5-wide1.5": LearningArm(WIDE[5], "gather", Residual(), rounds=RoundSchedule(5)),
-    "local8-wide2.6-b8": LearningArm(
-        ChunkedTopK(k=430, chunk=16384), "gather", Residual(), rounds=RoundSchedule(8), momentum=0.8
-    ),
     "local3-qsgd4": LearningArm(QSGD(), "two_pass", Residual(), rounds=RoundSchedule(3)),
-    "local2-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(2)),
     "local5-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5)),
-    "local10-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(10)),
     "local5-wide3": LearningArm(ChunkedTopK(k=1000, chunk=32768), "gather", Residual(), rounds=RoundSchedule(5)),
     "muloco30-2bit": LearningArm(StatisticalLevels(), "two_pass", Residual(decay=0.9), rounds=MULOCO, nesterov=False),
     "local10-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(10)),
-    "local26-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(26)),
-    "local30-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(30)),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),
     "stages4-q6-q4": _stages(6, 4),
-    "stages4-q4": _stages(4, 4),
-    "stages4-q4-unrotated": _stages(4, 4, rotate=False),
-    "stages4-q4-feedback": _stages(4, 4, error_feedback=True),
 }

@@ -196,9 +196,7 @@ def train_together(
         put(parameters, arriving[0], layout)
         received += ranks.bytes_received
         if isinstance(way.strategy, Tracking):
-            beta = way.strategy.beta
-            rate /= 1.0 - beta ** (step + 1) if way.corrected else 1.0
-            rate /= 1.0 - beta if job.optimizer == "sgd" else 1.0  # torch's momentum is a sum, not a mean
+            rate /= 1.0 - way.strategy.beta if job.optimizer == "sgd" else 1.0  # torch's momentum is a sum, not a mean
         update(updates, rate, clip)
     return model, received
 

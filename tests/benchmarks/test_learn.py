@@ -347,7 +347,7 @@ def test_a_search_goes_on_until_the_best_rate_has_a_worse_one_on_either_side() -
 
 @needs("optim.Muon", hasattr(torch.optim, "Muon"))
 def test_muon_has_the_matrices_of_blocks() -> None:
-    way, model = LEARNED["float32-b95"], learn.TASKS["small"].model()
+    way, model = LearningArm(momentum=0.95), learn.TASKS["small"].model()
     muon, adamw = learn.optimizers_of(learn.task_of("small", "muon", 16, 30), model, way)
     assert {p.shape for p in muon.param_groups[0]["params"]} == {(384, 128), (128, 128), (512, 128), (128, 512)}
     assert {p.shape for p in adamw.param_groups[0]["params"]} == {(256, 128)}

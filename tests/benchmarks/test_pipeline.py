@@ -61,7 +61,7 @@ def test_stages_train_what_ranks_do() -> None:
 
 def test_arms_say_what_travels() -> None:
     assert LEARNED["stages4-q8-q4"].title == "4 stages, QSGD(bits=8), gradients QSGD(bits=4)"
-    assert LEARNED["stages4-q4-feedback"].title == "4 stages, QSGD(bits=4) with feedback"
+    assert str(StageCodes(4, QSGD(), QSGD(), error_feedback=True)) == "4 stages, QSGD(bits=4) with feedback"
 
 
 def test_products_in_bfloat16_leave_float32_gradients() -> None:
