@@ -334,17 +334,17 @@ class State(Counted):
         else:
             self._loaded = state_dict, strict
 
-    @torch.inference_mode(False)
     def _load(self, state_dict: dict[str, Any], strict: bool) -> None:
-        saved, vectors = self._checkpoint.read(state_dict, strict)
-        self._idle()
-        self._feedback.load(vectors)
-        self._step = self._resumed = saved["step"]
-        self._scaler_sync.loaded(saved["scale"])
-        self._options = replace(self._options, seed=saved["seed"])  # a `bind` that fails takes it back
-        if self._reducer is not None:
-            self._reducer.forget(self._options.seed, self._buckets.values())
-        self._dense_path = None
+        with torch.inference_mode(False):
+            saved, vectors = self._checkpoint.read(state_dict, strict)
+            self._idle()
+            self._feedback.load(vectors)
+            self._step = self._resumed = saved["step"]
+            self._scaler_sync.loaded(saved["scale"])
+            self._options = replace(self._options, seed=saved["seed"])  # a `bind` that fails takes it back
+            if self._reducer is not None:
+                self._reducer.forget(self._options.seed, self._buckets.values())
+            self._dense_path = None
 
     @property
     def _checkpoint(self) -> Checkpoint:

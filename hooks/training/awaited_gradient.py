@@ -38,7 +38,7 @@ class AwaitedGradient(Tensor):
                 elif (parameter := gradient.parameter()) is not None and parameter.grad is gradient:
                     zeros = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype)
                     parameter.grad = zeros.zero_()
-            return args[0]
+            return args[0] if function is torch.ops.aten.zero_.default else None
         raise RuntimeError(
             f"gradwire: {function} asks for a gradient that is still on its way: under overlap_forward only the "
             "optimizer's step() may use gradients, and neither clipping nor a GradScaler, nor another backward pass "
