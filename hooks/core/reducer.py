@@ -162,7 +162,8 @@ class Reducer:
 
     def reduce(self, step: Step, bucket: Bucket | SparseGradient, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Replace a bucket's gradients by their mean; the future gets `buffer`."""
-        clips = self._feedback.strategy.largest_norm is not None and isinstance(bucket, Bucket)
+        # A bucket without elements has no part in the norm, and may come after the last that has.
+        clips = self._feedback.strategy.largest_norm is not None and isinstance(bucket, Bucket) and bucket.numel > 0
         future = self.session.pipeline.new_future(ClipFuture if clips else torch.futures.Future)
         if isinstance(bucket, SparseGradient):
             stages = self._reduce_sparse(step, bucket, buffer)

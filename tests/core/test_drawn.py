@@ -305,6 +305,15 @@ FAILED: tuple[tuple[Configuration, list[Event]], ...] = (
         ),
         [Step(), Step()],
     ),
+    # A bucket without elements, after those that the norm of all gradients is made of.
+    (
+        Configuration(
+            error_feedback=Tracking(0.5, clip=1.0),
+            parameters=(Parameter((0,), dtype=torch.bfloat16), Parameter((40, 20))),
+            static_graph=True,
+        ),
+        [Step(), Step()],
+    ),
     # A copy with the scaler of the original.
     (Configuration(scaler="enabled"), [Step(), Copy(together=False), Step(overflow=Overflow()), Step()]),
 )
