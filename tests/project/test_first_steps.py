@@ -43,6 +43,7 @@ def test_the_script_runs_on_two_machines(tmp_path: Path) -> None:
     (first, errors), (second, _) = (machine.communicate(timeout=120) for machine in machines)
     assert [machine.returncode for machine in machines] == [0, 0], errors
     assert second == ""
-    said = "".join(line for line in errors.splitlines(keepends=True) if line.startswith("gradwire: "))
-    assert_printed(said + first, PRINTED.text)
+    # Which exchange is faster here and now is measured; a change of mind is another line.
+    said = next(line for line in errors.splitlines(keepends=True) if line.startswith("gradwire: "))
+    assert_printed(re.sub("by '(split|union)'", "by 'gather'", said) + first, PRINTED.text)
     assert "Warning" not in errors
