@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ from gradwire import (
     Momentum,
     OneBit,
     OuterSGD,
+    PowerSGD,
     Residual,
     Rounds,
     TopK,
@@ -31,18 +33,18 @@ from gradwire import (
 )
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.local_sgd.healing import Healed, Progress
-from gradwire.hooks.local_sgd.meeting.client import Board
+from gradwire.hooks.local_sgd.meeting.client import Board, Client
 from gradwire.hooks.local_sgd.meeting.server import MeetingPoint
 from gradwire.hooks.local_sgd.replicas import Replicas
 from gradwire.hooks.local_sgd.view import Arrival, View
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from replica_ledger import Entry, Ledger, check
 from torch import nn
 
 CODECS: dict[str, Callable[[], Codec]] = {
     "gather": lambda: ChunkedTopK(k=64, chunk=512, values=2), "two_pass": OneBit, "split": lambda: TopK(0.1),
-    "union": lambda: TopK(0.1), "mask": lambda: TopK(0.1, values=torch.int8), "dense": Identity,
+    "union": lambda: TopK(0.1), "mask": lambda: TopK(0.1, values=torch.int8), "dense": Identity, "factors": PowerSGD,
 }  # fmt: skip
 
 
@@ -53,6 +55,8 @@ class World:
     options: dict[str, Any]
     point: MeetingPoint
     replicas: list[Replica] = field(default_factory=list)
+    #: Those that are cut off.
+    beyond: list[Client] = field(default_factory=list)
 
     def start(self, count: int = 1) -> list[Replica]:
         made = [Replica(self, len(self.replicas) + i) for i in range(count)]
@@ -73,6 +77,27 @@ class World:
         self.point.close()
         time.sleep(seconds)
         self.point = MeetingPoint(port, dead_after=2.5)
+
+    @contextmanager
+    def cut(self, beyond: Sequence[Replica]) -> Iterator[None]:
+        """Cut replicas off from the meeting point, and from those of the others."""
+        ties = [replica.tie for replica in beyond]
+        self.beyond = [tie.client for tie in ties]
+        for client in self.beyond:
+            client._place = ("127.0.0.1", 9)  # where nobody listens
+            if (connection := client._connection) is not None:
+                with contextlib.suppress(OSError):  # it is gone already
+                    connection.end.shutdown(socket.SHUT_RDWR)
+        yield
+        host, port = self.point.address.rsplit(":", 1)
+        for client in self.beyond:
+            client._place = (host, int(port))
+        self.beyond = []
+
+    def across(self, replica: Replica, members: Sequence[int], peer: int) -> bool:
+        """Whether a message goes from one side to the other."""
+        beyond = {client.member for client in self.beyond}
+        return bool(beyond) and (replica.tie.client.member in beyond) != (members[peer] in beyond)
 
     def until(self, ready: Callable[[], object], seconds: float = 90.0) -> None:
         end = time.monotonic() + seconds
@@ -98,6 +123,8 @@ class Replica:
         self.hold.set()
         self.where = "starting"
         self.messages_left: int | None = None
+        #: The point of a change of view at which it dies.
+        self.dies: str | None = None
         self.saved: Any = None
         #: Called before each of its messages, while set.
         self.last_words: Callable[..., None] | None = None
@@ -178,7 +205,7 @@ class Replica:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let replicas die at a drawn message."""
+    """Let replicas die at a drawn message, or at a point of a change of view."""
     plain = Group.with_peer_context
 
     def counting(group: Any, peer: int, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -191,13 +218,35 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
                     replica.messages_left = None
                     replica.die()
                     raise RuntimeError("this replica has died")
+            if replica.world.beyond and replica.owns(group) and replica.world.across(replica, group._ranks, peer):
+                raise RuntimeError("Connection closed by peer")
         return plain(group, peer, call, *arguments)
 
+    def passing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def passes(tie: Replicas, *arguments: Any) -> Any:
+            _die_at(f"before {name}", tie)
+            found = plain(tie, *arguments)
+            _die_at(f"after {name}", tie)
+            return found
+
+        return passes
+
     monkeypatch.setattr(Group, "with_peer_context", counting)
+    for name in STAGES:
+        monkeypatch.setattr(Replicas, name, passing(name, getattr(Replicas, name)))
     LIVING.clear()
 
 
 LIVING: list[Replica] = []
+#: What a replica does in a change of view.
+STAGES = ("_connect", "_report", "_heal", "followed")
+POINTS = [f"{when} {stage}" for stage in STAGES for when in ("before", "after")]
+
+
+def _die_at(point: str, tie: Replicas) -> None:
+    for replica in tuple(LIVING):
+        if replica.dies == point and not replica.dead and replica.tie is tie:
+            replica.die()
 
 
 @contextmanager
@@ -553,6 +602,8 @@ def test_many_changes_leave_nothing_behind() -> None:
 
 EVENTS = st.one_of(
     st.tuples(st.just("dies"), st.integers(0, 9), st.integers(0, 60)),
+    st.tuples(st.sampled_from(POINTS), st.integers(0, 9), st.just(0)),
+    st.tuples(st.just("cut off"), st.integers(1, 7), st.integers(0, 40)),
     st.tuples(st.just("comes"), st.just(0), st.just(0)),
     st.tuples(st.just("stalls"), st.integers(0, 9), st.integers(0, 40)),
     st.tuples(st.just("meeting point restarts"), st.just(0), st.integers(0, 40)),
@@ -581,9 +632,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12, phases=[Phase.generate])
-@given(OPTIONS, st.integers(1, 5), st.lists(st.tuples(EVENTS, st.integers(0, 3)), max_size=6))
-def test_drawn_churn(options: dict[str, Any], size: int, events: list[tuple[tuple[str, int, int], int]]) -> None:
+def churn(options: dict[str, Any], size: int, events: list[tuple[tuple[str, int, int], int]]) -> None:
     options = {name: value for name, value in options.items() if value is not None}
     LIVING.clear()
     with world(codec=CODECS[options["exchange"]](), **options) as made:
@@ -591,12 +640,18 @@ def test_drawn_churn(options: dict[str, Any], size: int, events: list[tuple[tupl
         made.until(lambda: all(replica.rounds >= 1 for replica in made.replicas))
         for (kind, which, number), later in events:
             alive = [replica for replica in made.replicas if not replica.dead]
-            trained = [replica for replica in alive if replica.trains]
+            trained = [r for r in alive if r.trains and r.messages_left is None and r.dies is None]
             made.advance(later)
             if kind == "comes" and len(alive) < 7:
                 made.start()
             elif kind == "dies" and len(trained) > 1:
                 trained[which % len(trained)].die_at(number)
+            elif kind in POINTS and len(trained) > 1:
+                trained[which % len(trained)].dies = kind
+                made.start()  # the others change views for it
+            elif kind == "cut off":
+                with made.cut([replica for i, replica in enumerate(trained) if which & 1 << i % 3]):
+                    time.sleep(number / 100)
             elif kind == "stalls" and trained:
                 held = trained[which % len(trained)]
                 held.hold.clear()
@@ -605,3 +660,17 @@ def test_drawn_churn(options: dict[str, Any], size: int, events: list[tuple[tupl
             elif kind == "meeting point restarts":
                 made.restart(number / 100)
         settle(made)
+
+
+DRAWN = given(OPTIONS, st.integers(1, 5), st.lists(st.tuples(EVENTS, st.integers(0, 3)), max_size=6))
+test_drawn_churn = settings(max_examples=12, phases=[Phase.generate])(DRAWN(churn))
+
+
+@pytest.mark.soak
+def test_drawn_churn_for_long() -> None:
+    """`GRADWIRE_CHURN_EXAMPLES` says how many."""
+    count, threads = int(os.environ.get("GRADWIRE_CHURN_EXAMPLES", "500")), threading.active_count()
+    settings(max_examples=count, derandomize=False, phases=[Phase.generate], suppress_health_check=list(HealthCheck))(
+        DRAWN(churn)
+    )()
+    assert threading.active_count() <= threads + 8
