@@ -97,10 +97,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests start processes with `sys.executable`: the server's, or a plain one where they stop and kill them."""
-    python = preloaded.PLAIN_PYTHON if item.get_closest_marker("soak") else item.config.stash[PYTHON]
-    sys.executable = python
-    multiprocessing.spawn.set_executable(python)
+    """Tests start processes with `sys.executable`: the server's."""
+    sys.executable = item.config.stash[PYTHON]
+    multiprocessing.spawn.set_executable(sys.executable)
 
 
 @pytest.fixture(scope="session", autouse=True)

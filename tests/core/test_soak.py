@@ -26,15 +26,16 @@ from faults import (
     PROBE,
     RAISE,
     TIMEOUT,
+    Ended,
     Fault,
     checkpoint,
     ended,
     long_run,
+    run_ranks,
     saved_digest,
     stuck,
     trained,
 )
-from forked import Ended, Forker
 from gradwire.hooks.auto.trial import ROUND_STEPS, ROUNDS, SETTLING
 
 SEED = int(os.environ.get("GRADWIRE_SOAK_SEED", "0"))
@@ -48,22 +49,15 @@ KILLS, STOPS, LONG, ENDED = 50, 20, 3000, 500
 
 
 @pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    server = Forker()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(forker: Forker, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return Undisturbed(forker, tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 class Undisturbed:
     """Runs in which nothing happens, each trained once."""
 
-    def __init__(self, forker: Forker, folder: Path) -> None:
-        self._forker, self._folder = forker, folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._ends: dict[tuple[str, int], list[str]] = {}
 
     def folder(self, name: str) -> Path:
@@ -78,25 +72,23 @@ class Undisturbed:
         if (name, first) not in self._ends:
             into = self._folder / (f"{name}-from-{first}" if first else name)
             into.mkdir()
-            run = train(self._forker, name, into, self._folder / name if first else None, first)
+            run = train(name, into, self._folder / name if first else None, first)
             assert run.statuses == [0, 0, 0], run.printed
             self._ends[name, first] = run.results
         return self._ends[name, first]
 
 
-def train(
-    forker: Forker, name: str, into: Path, resume: Path | None = None, first: int = 0, fault: Fault | None = None
-) -> Ended:
+def train(name: str, into: Path, resume: Path | None = None, first: int = 0, fault: Fault | None = None) -> Ended:
     whence = None if resume is None else str(resume)
-    return forker.run(3, trained, name, str(into), whence, first, STEPS[name], None if fault is None else asdict(fault))
+    return run_ranks(3, trained, name, str(into), whence, first, STEPS[name], None if fault is None else asdict(fault))
 
 
-def survived(undisturbed: Undisturbed, forker: Forker, name: str, fault: Fault, folder: Path) -> Counter[str]:
+def survived(undisturbed: Undisturbed, name: str, fault: Fault, folder: Path) -> Counter[str]:
     """One rank is killed; the others tell, and go on from the last checkpoint that all have, as if nothing had been."""
     seen: Counter[str] = Counter()
     for part in ("killed", "resumed"):
         (folder / part).mkdir(parents=True)
-    run = train(forker, name, folder / "killed", fault=fault)
+    run = train(name, folder / "killed", fault=fault)
     told = f"{name}, {fault}: {run.statuses}, {run.printed}"
     assert [status for rank, status in enumerate(run.statuses) if rank != fault.rank] == [1, 1], told
     assert run.statuses[fault.rank] == -9, told
@@ -116,7 +108,7 @@ def survived(undisturbed: Undisturbed, forker: Forker, name: str, fault: Fault, 
     if last:
         assert saved_digest(folder / "killed", last) == saved_digest(undisturbed.folder(name), last), told
     whence = folder / "killed" if last else None
-    resumed = train(forker, name, folder / "resumed", whence, last)
+    resumed = train(name, folder / "resumed", whence, last)
     assert resumed.statuses == [0, 0, 0], resumed.printed
     assert resumed.results == undisturbed.end(name, last), told
     seen["resumed from a checkpoint"] += last > 0
@@ -142,27 +134,28 @@ PLACES = ("constructor", "probe", "trial", "steps", "steps")
 
 @pytest.mark.soak
 def test_a_killed_rank_at_many_points(
-    undisturbed: Undisturbed, forker: Forker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: Undisturbed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     points, seen = random.Random(SEED), Counter[str]()
     for number in range(KILLS):
         place = PLACES[number % len(PLACES)]
         name, fault = drawn(points, "kill", place)
-        seen += survived(undisturbed, forker, name, fault, tmp_path / str(number))
+        seen += survived(undisturbed, name, fault, tmp_path / str(number))
         seen[f"killed in the {place}"] += 1
     say(capsys, f"{KILLS} ranks killed (seed {SEED})", seen)
 
 
-def test_a_killed_rank(undisturbed: Undisturbed, forker: Forker, tmp_path: Path) -> None:
-    seen = survived(undisturbed, forker, "gather", Fault(1, "kill", FIRST_STEP + 3, 2, 0.0), tmp_path)
+@pytest.mark.slow
+def test_a_killed_rank(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    seen = survived(undisturbed, "gather", Fault(1, "kill", FIRST_STEP + 3, 2, 0.0), tmp_path)
     assert seen["resumed from a checkpoint"]
     assert seen["survivors that name the rank"]
 
 
-def unchanged(undisturbed: Undisturbed, forker: Forker, name: str, fault: Fault, into: Path) -> None:
+def unchanged(undisturbed: Undisturbed, name: str, fault: Fault, into: Path) -> None:
     """One rank is stopped for two seconds, which nobody sees in what was trained."""
     into.mkdir(exist_ok=True)
-    run = train(forker, name, into, fault=fault)
+    run = train(name, into, fault=fault)
     assert run.statuses == [0, 0, 0], run.printed
     assert run.printed[fault.rank].count("stop at") == 1
     assert run.results == undisturbed.end(name)
@@ -170,13 +163,13 @@ def unchanged(undisturbed: Undisturbed, forker: Forker, name: str, fault: Fault,
 
 @pytest.mark.soak
 def test_a_stopped_rank_at_many_points(
-    undisturbed: Undisturbed, forker: Forker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: Undisturbed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     points, seen = random.Random(SEED + 1), Counter[str]()
     for number in range(STOPS):
         place = PLACES[number % len(PLACES)]
         name, fault = drawn(points, "stop", place)
-        unchanged(undisturbed, forker, name, fault, tmp_path / str(number))
+        unchanged(undisturbed, name, fault, tmp_path / str(number))
         seen[f"stopped in the {place}"] += 1
     say(capsys, f"{STOPS} ranks stopped for 2 s (seed {SEED + 1})", seen)
 
@@ -190,8 +183,8 @@ def check_long_run(run: Ended) -> list[list[dict[str, int]]]:
 
 
 @pytest.mark.soak
-def test_thousands_of_steps_under_random_delays(forker: Forker, capsys: pytest.CaptureFixture[str]) -> None:
-    run = forker.run(3, long_run, LONG, 20, 30, SEED, within=3 * 3600.0)
+def test_thousands_of_steps_under_random_delays(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_ranks(3, long_run, LONG, 20, 30, SEED, within=3 * 3600.0)
     seen: Counter[str] = Counter()
     for rank, readings in enumerate(check_long_run(run)):
         settled = readings[3:]
@@ -206,15 +199,15 @@ def test_thousands_of_steps_under_random_delays(forker: Forker, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_some_steps_under_random_delays(forker: Forker) -> None:
-    for readings in check_long_run(forker.run(3, long_run, 20, 20, 2, SEED)):
+def test_some_steps_under_random_delays() -> None:
+    for readings in check_long_run(run_ranks(3, long_run, 20, 20, 2, SEED)):
         assert readings[0]["descriptors"] == readings[1]["descriptors"]
         assert readings[0]["threads"] == readings[1]["threads"]
 
 
-def end_in_order(forker: Forker, way: str, exchange: str) -> None:
+def end_in_order(way: str, exchange: str) -> None:
     """No process ends by a signal: with status 1 where the script raises, else 0."""
-    run = forker.run(2, ended, way, exchange)
+    run = run_ranks(2, ended, way, exchange)
     assert run.statuses == [int(way in RAISE)] * 2, f"{way}, {exchange}: {run.statuses}, {run.printed}"
 
 
@@ -231,25 +224,25 @@ def busy(cores: int) -> Iterator[None]:
 
 
 @pytest.mark.soak
-def test_many_processes_end_in_order_under_load(forker: Forker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_processes_end_in_order_under_load(capsys: pytest.CaptureFixture[str]) -> None:
     seen: Counter[str] = Counter()
     exchanges = random.Random(SEED + 2)
     with busy(2):
         for number in range(ENDED // 2):
             way = ENDS[number % len(ENDS)]
-            end_in_order(forker, way, exchanges.choice(["gather", "union", "split", "dense", "auto"]))
+            end_in_order(way, exchanges.choice(["gather", "union", "split", "dense", "auto"]))
             seen[way] += 2
     say(capsys, f"{ENDED} processes ended in order, with 2 busy loops beside them (seed {SEED + 2})", seen)
 
 
 @pytest.mark.parametrize("way", ["leave", "backward"])
-def test_processes_end_in_order(forker: Forker, way: str) -> None:
-    end_in_order(forker, way, "gather")
+def test_processes_end_in_order(way: str) -> None:
+    end_in_order(way, "gather")
 
 
 @pytest.mark.parametrize("exchange", ["gather", pytest.param("dense", marks=pytest.mark.slow)])
-def test_a_lane_that_waits_in_vain_ends_in_order(forker: Forker, exchange: str) -> None:
-    run = forker.run(2, stuck, exchange)
+def test_a_lane_that_waits_in_vain_ends_in_order(exchange: str) -> None:
+    run = run_ranks(2, stuck, exchange)
     assert run.statuses == [1, 0], run.printed
     assert "Raised: in backward" in run.printed[0]
 

@@ -8,14 +8,16 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -43,6 +45,49 @@ CONFIGURATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dense": (QSGD(), {"exchange": "dense"}),
     "auto": (TopK(density=0.1), {"exchange": "auto", "fallback": torch.float32}),
 }
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+#: A rank that calls a function of this module, and comes to the end of its script.
+RANK = """
+import json, sys
+from pathlib import Path
+paths, name, arguments, result = json.loads(sys.argv[1])
+sys.path[:0] = paths
+Path(result).write_text(json.dumps(getattr(__import__("faults"), name)(*arguments)))
+"""
+
+
+@dataclass
+class Ended:
+    """What is left of a run: by rank the exit status (negative: the signal), what was printed, what was returned."""
+
+    statuses: list[int]
+    printed: list[str]
+    results: list[Any]
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, within: float = 300.0) -> Ended:
+    """Call `function(rank, store, *args)` in a process for each rank; `store` is where they can meet. All of it travels
+    as JSON."""
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        ranks, folder = [], Path(place)
+        for rank in range(world_size):
+            own = [str(folder / f"{rank}.json"), str(folder / f"{rank}.log")]
+            told = json.dumps([sys.path, function.__name__, [rank, str(folder / "store"), *args], own[0]])
+            log = stack.enter_context(open(own[1], "w"))
+            command, null = [sys.executable, "-c", RANK, told], subprocess.DEVNULL
+            ranks.append(subprocess.Popen(command, stdin=null, stdout=log, stderr=subprocess.STDOUT))
+            stack.callback(ranks[-1].kill)
+        timer = threading.Timer(within, lambda: [process.kill() for process in ranks])
+        timer.start()
+        statuses, in_time = [process.wait() for process in ranks], timer.is_alive()
+        timer.cancel()
+        printed = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(world_size)]
+        assert in_time, f"{function.__name__}{args} was not done within {within:.0f} s: {printed}"
+        files = [folder / f"{rank}.json" for rank in range(world_size)]
+        return Ended(statuses, printed, [json.loads(file.read_text()) if file.exists() else None for file in files])
+
 
 # -- points in a run, and what strikes there --------------------------------------------------------------------------
 
@@ -278,7 +323,9 @@ def stuck(rank: int, store: str, exchange: str) -> None:
             time.sleep(0.01)
         os._exit(int(time.monotonic() > deadline))
     kept.extend([model, state])
-    vars(sys.modules["__main__"])["late"] = Late(store + ".ends")  # goes first, and when no thread can go on
+    sys.modules["late"] = late = ModuleType("late")  # modules go first, and when no thread can go on
+    vars(late)["late"] = Late(store + ".ends")
+    del late
     model.module[2].register_full_backward_hook(fail)
     threads.STOP_SECONDS = 0.2
     train_step(rank, model, 2)
