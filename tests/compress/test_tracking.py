@@ -21,10 +21,9 @@ from lacking import needs_skipped_buckets
 from ranks import Pool, on_ranks
 from simulated import SimulatedRanks
 from strategies import ODD, OTHER_BACKENDS, device_of, parts_of, same
-from test_discarded_means import TwoHeads, data_of
 from test_feedback import hold, layout_of
 from torch import Tensor, nn
-from training import batch, digest, perceptron, wrap
+from training import TwoHeads, batch, data_of, digest, perceptron, wrap
 
 Ranks = Callable[[int], Pool]
 BETA = 0.8

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from drawn import (
+    TENTH,
     Close,
     Configuration,
     Copy,
@@ -30,7 +28,6 @@ from drawn import (
     Step,
     ranks_needed,
     script,
-    simpler,
     verdict,
 )
 from drawn_machine import play
@@ -53,7 +50,7 @@ from gradwire import (
 )
 from gradwire.compress import Feedback
 from gradwire.hooks.exchanges import EXCHANGES, possible
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from lacking import SKIPS_BUCKETS, needs_skipped_buckets
 from ranks import Pool, RankError
@@ -171,54 +168,74 @@ def scripts(draw: st.DrawFn) -> tuple[Configuration, list[Event]]:
     return configuration, draw(st.lists(st.sampled_from(kinds).flatmap(lambda kind: kind), min_size=1, max_size=12))
 
 
-def areas(configuration: Configuration, events: Sequence[Event]) -> set[str]:
-    """Where features meet, by name, in a script."""
-    uses = {p.use for p in configuration.parameters}
-    overflows = [e for e in events if isinstance(e, Step | Join) and e.overflow is not None]
-    sparse = configuration.exchange in ("union", "split")
-    touched = {
-        "a parameter that no rank uses": bool(uses & {"never", "turns"}),
-        "buckets that never come": configuration.skip_all_reduce_unused_params,
-        "a parameter that a static graph of two types does not use": configuration.static_graph
-        and "never" in uses
-        and len({p.dtype for p in configuration.parameters}) > 1,
-        "a raised backward pass": any(isinstance(e, Raise) for e in events),
-        "an overflow between nodes": bool(overflows) and configuration.topology is not None,
-        "an overflow of what is excluded": bool(overflows) and configuration.exclude != "nothing" and sparse,
-        "an overflow in one of several backward passes": any(
-            isinstance(e, Step) and e.backwards > 1 for e in overflows
-        ),
-        "a copy with another scaler": configuration.scales
-        and any(isinstance(e, Copy) and not e.together for e in events),
-        "an overflow under join": any(isinstance(e, Join) for e in overflows),
-    }
-    return {name for name, is_there in touched.items() if is_there}
-
-
-#: Where the laws are known not to hold yet. It should be empty.
-KNOWN: set[str] = set()
-
-
-def found(ranks: Ranks, configuration: Configuration, events: Sequence[Event]) -> list[str]:
-    """What is wrong with a script."""
-    pool = ranks(ranks_needed(configuration, events))
-    try:
-        return verdict(pool.run(play, configuration, events, within=150, after_failure=10))
-    except RankError as error:
-        return [str(error)]
-
-
 def replay(ranks: Ranks, configuration: Configuration, events: Sequence[Event]) -> None:
     """Play a script, as a failing test has printed it."""
-    wrong = found(ranks, configuration, events)
+    pool = ranks(ranks_needed(configuration, events))
+    try:
+        wrong = verdict(pool.run(play, configuration, events, within=150, after_failure=10))
+    except RankError as error:
+        wrong = [str(error)]
     assert not wrong, "\n".join([script(configuration, events), *wrong])
 
 
 PAIR = (Parameter((40, 20)), Parameter((40, 20)))
 SKIPS: dict[str, Any] = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "cap": 1}
 
-#: What has failed once, made small.
-FAILED: tuple[tuple[Configuration, list[Event]], ...] = (
+BY_TURNS = (Parameter((40, 20)), Parameter((300,), "turns"), Parameter((1500,), "never"))
+
+#: What has failed once, made small, and ways to build and use DDP.
+SCRIPTS: tuple[tuple[Configuration, list[Event]], ...] = (
+    (Configuration(static_graph=True, gradient_as_bucket_view=True), [Step()] * 6),
+    (Configuration(static_graph=True, cap=1), [Step()] * 6),
+    (Configuration(gradient_as_bucket_view=True, cap=1 << 20), [Step()] * 6),
+    (Configuration(codec=OneBit(), scaler="disabled"), [Step(no_sync=2, unscale=True)] * 5),
+    *(
+        (Configuration(codec=codec, exchange=exchange), [Step(), Join(steps=(3, 5, 1, 1)), Step(), Step()])
+        for codec, exchange in [(OneBit(), "gather"), (OneBit(), "dense"), (TENTH, "union"), (TENTH, "split")]
+    ),
+    *(
+        (
+            Configuration(
+                codec=codec,
+                exchange=exchange,
+                parameters=BY_TURNS,
+                find_unused_parameters=True,
+                exclude=exclude,
+                gradient_as_bucket_view=view,
+                set_to_none=not view,
+                cap=2048 - 2047 * view,
+            ),
+            [Step(backwards=1 + view)] * 6,
+        )
+        for codec, exchange, exclude, view in [
+            (OneBit(), "gather", "nothing", True),
+            (OneBit(), "two_pass", "nothing", False),
+            (OneBit(), "two_pass", "nothing", True),
+            (TENTH, "split", "nothing", True),
+            (TENTH, "union", "vectors", True),
+        ]
+    ),
+    *(
+        (Configuration(codec=OneBit(), exchange=exchange, cap=1), [Step(), Raise(), Step(), Raise(), Step()])
+        for exchange in ("gather", "two_pass")
+    ),
+    (Configuration(codec=OneBit(block=256)), [*[Step()] * 3, Copy(), *[Step()] * 3]),
+    # Overflows, in all passes since the last update.
+    *(
+        (
+            Configuration(codec=OneBit(), exchange=exchange, exclude=exclude, scaler="enabled", cap=1),
+            [Step(), Step(backwards=2, overflow=Overflow(1, parameter, 1), unscale=True), Step(), Step()],
+        )
+        for exchange, exclude, parameter in [
+            ("gather", "nothing", 0),
+            ("two_pass", "nothing", 1),
+            ("two_pass", "vectors", 1),
+        ]
+    ),
+    (
+        Configuration(world_size=4, codec=OneBit(), exchange="hierarchical", topology=2, scaler="enabled"),
+        [Step(), Step(overflow=Overflow(rank=1)), Step(overflow=Overflow(parameter=1)), Step()],
+    ),
     # An overflow in a slice that only some ranks see.
     (
         Configuration(world_size=4, exchange="hierarchical", topology=2, scaler="enabled"),
@@ -325,88 +342,34 @@ FAILED: tuple[tuple[Configuration, list[Event]], ...] = (
         pytest.param(
             script, marks=needs_skipped_buckets if script[0].skip_all_reduce_unused_params else (), id=repr(script)
         )
-        for script in FAILED
-        if not areas(*script) & KNOWN
+        for script in SCRIPTS
     ],
 )
-def test_scripts_that_have_failed(ranks: Ranks, drawn: tuple[Configuration, list[Event]]) -> None:
+def test_scripts(ranks: Ranks, drawn: tuple[Configuration, list[Event]]) -> None:
     replay(ranks, *drawn)
 
 
-def kind(wrong: list[str]) -> str:
-    """What went wrong first, without ranks, names and numbers; of exceptions the last line."""
-    return re.sub(r"rank \d+: |p\d+|[\d.e+-]+", "", wrong[0].strip().splitlines()[-1])[:60] if wrong else ""
+def search(ranks: Ranks, number: int, examples: int, until: float = math.inf) -> None:
+    """Draw scripts by a seed, until a time of `time.monotonic`."""
 
+    @seed(number)
+    @settings(max_examples=examples, database=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
+    @given(scripts())
+    def draw(drawn: tuple[Configuration, list[Event]]) -> None:
+        if time.monotonic() < until:
+            replay(ranks, *drawn)
 
-@dataclass
-class Search:
-    """Draws scripts, and makes the first that fails small.
-
-    Attributes:
-        scripts, events: how many were played.
-        failure: a script that failed, and what was wrong; None where all went well.
-    """
-
-    ranks: Ranks
-    scripts: int = 0
-    events: int = 0
-    failure: str | None = None
-
-    def run(self, number: int, examples: int = 100, until: float = math.inf, within: float = 60.0) -> None:
-        """Draw up to `examples` by a seed, until a time of `time.monotonic`; make a failure small `within` seconds."""
-        failed: list[tuple[Configuration, list[Event], list[str]]] = []
-
-        @seed(number)
-        @settings(
-            max_examples=examples, database=None, deadline=None, phases=[Phase.generate], report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        @given(scripts())
-        def draw(drawn: tuple[Configuration, list[Event]]) -> None:
-            if failed or time.monotonic() > until or areas(*drawn) & KNOWN:
-                return
-            self.scripts, self.events = self.scripts + 1, self.events + len(drawn[1])
-            wrong = found(self.ranks, *drawn)
-            if wrong:
-                failed.append((*drawn, wrong))
-
-        draw()
-        self.failure = None
-        if failed:
-            small = self.small(*failed[0], time.monotonic() + within)
-            self.failure = "\n".join([f"seed {number}:", script(*small[:2]), *small[2]])
-
-    def small(
-        self, configuration: Configuration, events: list[Event], wrong: list[str], until: float
-    ) -> tuple[Configuration, list[Event], list[str]]:
-        """The script with as little as makes it fail in the same way, where DDP by itself can do it, and what is wrong
-        with it. One that fails by chance may stay as it is."""
-        for less in simpler(configuration, events):
-            if time.monotonic() > until:
-                break
-            with contextlib.suppress(IndexError):  # of a parameter that is not there any more
-                still = found(self.ranks, *less)
-                if kind(still) == kind(wrong) and not found(self.ranks, replace(less[0], codec=None), less[1]):
-                    return self.small(*less, still, until)
-        return configuration, events, wrong
+    draw()
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_drawn_scripts(ranks: Ranks, number: int) -> None:
-    search = Search(ranks)
-    search.run(number, examples=30)
-    assert search.failure is None, search.failure
+    search(ranks, number, 30)
 
 
 @pytest.mark.slow
 def test_drawn_scripts_for_long(ranks: Ranks) -> None:
     """`GRADWIRE_DRAWN_SECONDS` says how long."""
-    search, failures = Search(ranks), list[str]()
     end = time.monotonic() + float(os.environ.get("GRADWIRE_DRAWN_SECONDS", "60"))
-    while time.monotonic() < end and len(failures) < 10:
-        search.run(random.SystemRandom().getrandbits(32), until=end)
-        if search.failure is not None:
-            failures.append(search.failure)
-            print(search.failure, flush=True)
-    print(f"{search.scripts} scripts of {search.events} events, {len(failures)} failed")
-    assert not failures, "\n\n".join(failures)
+    while time.monotonic() < end:
+        search(ranks, random.SystemRandom().getrandbits(32), 100, end)

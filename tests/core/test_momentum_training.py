@@ -13,11 +13,10 @@ from gradwire import Codec, Identity, LocalUpdates, Momentum, OneBit, OuterSGD, 
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.momentum import MOMENTUM
 from ranks import Pool, on_ranks
-from test_discarded_means import TwoHeads, data_of
 from test_momentum import BETA, KINDS
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, digest, perceptron, wrap
+from training import TwoHeads, batch, data_of, digest, perceptron, wrap
 
 Ranks = Callable[[int], Pool]
 

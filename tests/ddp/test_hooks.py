@@ -1,10 +1,9 @@
-"""The hook in DDP: nothing lost, replicas equal, in every way that DDP is used."""
+"""The hook in DDP: nothing lost, replicas equal. Ways to build and use DDP are in the scripts of
+`tests/core/test_drawn.py`."""
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -108,95 +107,6 @@ def test_the_law_notices_a_lost_residual(rank: int) -> None:
     assert ledger.error(state) > 1e-2
 
 
-def ways_of_ddp(rank: int, way: dict[str, Any], codec: Codec) -> Any:
-    model = convnet()
-    ledger = Ledger(model)
-    ddp, state = wrap(model, codec, ddp=way)
-    digests = train(rank, ddp, range(6), ledger)
-    error = ledger.error(state)
-    steps = state.statistics().steps
-    state.close()
-    return digests, error, steps
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-        {"bucket_cap_mb": 100},
-        {"bucket_cap_mb": 1e-6},
-        {"gradient_as_bucket_view": True, "static_graph": True},
-    ],
-    ids=str,
-)
-def test_ways_to_build_ddp(ranks: Ranks, way: dict[str, Any]) -> None:
-    results = ranks(2).run(ways_of_ddp, way, TopK(0.1))
-    assert equal_on_all([result[0] for result in results])
-    assert max(result[1] for result in results) < 1e-5
-    assert {result[2] for result in results} == {6}
-
-
-class Branches(nn.Module):
-    """One of two branches is used, by turns; a third layer never is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.left, self.right, self.never = nn.Linear(20, 30), nn.Linear(20, 30), nn.Linear(20, 30)
-        self.turn = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        branch: nn.Module = self.right if self.turn % 2 else self.left
-        return branch(x)
-
-
-def unused(rank: int) -> Any:
-    model = Branches()
-    ledger = Ledger(model)
-    ddp, state = wrap(model, OneBit(block=256), ddp={"find_unused_parameters": True})
-    digests = []
-    for step in range(8):
-        model.turn = step
-        digests += train(rank, ddp, range(step, step + 1), ledger)
-    residuals = residuals_of(state.consolidated_state_dict())
-    never = [float((ledger.wanted[n]).abs().max()) for n in residuals if n.startswith("never")]
-    # A parameter nobody used has its gradient thrown away by DDP: leave it out of the law.
-    for name in list(ledger.wanted):
-        if name.startswith("never"):
-            del ledger.wanted[name]
-    return digests, never
-
-
-def test_unused_parameters(ranks: Ranks) -> None:
-    results = ranks(2).run(unused)
-    assert equal_on_all([r[0] for r in results])
-    assert results[0][1] == [0.0, 0.0]
-
-
-def accumulate(rank: int, codec: Codec) -> Any:
-    model = perceptron()
-    ledger = Ledger(model)
-    ddp, state = wrap(model, codec)
-    for step in range(5):
-        data = [batch(rank, 10 * step + i, model) for i in range(3)]
-        ledger.expect(lambda data=data: sum(model(x).square().mean() for x in data))  # type: ignore[misc]
-        ddp.zero_grad()
-        with ddp.no_sync():
-            for x in data[:-1]:
-                ddp(x).square().mean().backward()
-        ddp(data[-1]).square().mean().backward()
-        ledger.receive()
-    return ledger.error(state), state.statistics().steps
-
-
-def test_accumulation_under_no_sync(ranks: Ranks) -> None:
-    results = ranks(2).run(accumulate, OneBit())
-    assert max(r[0] for r in results) < 1e-5
-    assert {r[1] for r in results} == {5}
-
-
 def two_models(rank: int) -> Any:
     first, second = perceptron(), convnet()
     ledgers = Ledger(first), Ledger(second)
@@ -269,33 +179,6 @@ def test_world_size_one(ranks: Ranks) -> None:
     [(error, payload)] = ranks(1).run(alone)
     assert error < 1e-5
     assert payload == 0
-
-
-def uneven(rank: int, codec: Codec, exchange: str) -> Any:
-    """Rank 0 has 3 batches, rank 1 has 5, and DDP.join() lets it finish; then both train on."""
-    model = perceptron()
-    ddp, state = wrap(model, codec, exchange=exchange)
-    with ddp.join():
-        for step in range(3 + 2 * rank):
-            ddp.zero_grad()
-            ddp(batch(rank, step, model)).square().mean().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    assert p.grad is not None
-                    p.sub_(p.grad, alpha=0.01)
-    joined = state.statistics().steps
-    return joined, digest(model.parameters()), train(rank, ddp, range(5, 8))
-
-
-@pytest.mark.parametrize(
-    ("codec", "exchange"),
-    [*((OneBit(), e) for e in ("gather", "dense")), *((TopK(0.1), e) for e in ("gather", "union", "split"))],
-    ids=str,
-)
-def test_join_with_uneven_inputs(ranks: Ranks, codec: Codec, exchange: str) -> None:
-    results = ranks(2).run(uneven, codec, exchange)
-    assert equal_on_all(results)
-    assert results[0][0] == 5
 
 
 def compiled(rank: int, around: str) -> Any:
@@ -409,25 +292,6 @@ def test_grad_scaler_with_an_overflow_on_one_rank(ranks: Ranks) -> None:
     assert scales[0][5] > scales[0][3], "the scale did not grow"
     assert all(before == after for before, after in snapshots), "a skipped step must leave the residual as it was"
     assert nonfinite == (1, 1)
-
-
-def copies(rank: int, how: str) -> Any:
-    """A copy of a hooked model trains on as the original does."""
-    model = perceptron()
-    ddp, _ = wrap(model, OneBit(block=256))
-    train(rank, ddp, range(3))
-    twin = copy.deepcopy(ddp) if how == "deepcopy" else pickle.loads(pickle.dumps(ddp))
-    [(_, state)] = twin._comm_hooks
-    twin.register_comm_hook(state, compress_hook)
-    assert state._parameters["0.weight"] is next(twin.module.parameters())
-    return train(rank, ddp, range(3, 8)), train(rank, twin, range(3, 8))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_of_a_hooked_model(ranks: Ranks, how: str) -> None:
-    results = ranks(2).run(copies, how)
-    assert equal_on_all([r[0] for r in results])
-    assert equal_on_all([r[1] for r in results])
 
 
 @pytest.mark.parametrize("exchange", ["gather", "two_pass"])

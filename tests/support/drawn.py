@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -244,30 +244,6 @@ def verdict(results: Sequence[dict[str, Any]]) -> list[str]:
             if len({repr(value) for value in seen.values()}) > 1:
                 found.append(f"ranks differ in {what} ({key}): {seen}")
     return found
-
-
-def simpler(configuration: Configuration, events: Sequence[Event]) -> Iterator[tuple[Configuration, list[Event]]]:
-    """Scripts that have one thing less; not all of them can be played."""
-    for index in range(len(events)):
-        yield configuration, [*events[:index], *events[index + 1 :]]
-    for index, event in enumerate(events):
-        for less in _defaults(event):
-            yield configuration, [*events[:index], less, *events[index + 1 :]]
-    yield from ((less, list(events)) for less in _defaults(configuration))
-    parameters = configuration.parameters
-    for index, parameter in enumerate(parameters):
-        fewer = [(*parameters[:index], *parameters[index + 1 :])]
-        fewer += [(*parameters[:index], less, *parameters[index + 1 :]) for less in _defaults(parameter)]
-        yield from ((replace(configuration, parameters=some), list(events)) for some in fewer)
-    if isinstance(configuration.codec, Schedule):
-        yield from ((replace(configuration, codec=codec), list(events)) for codec in configuration.codec.codecs)
-
-
-def _defaults(thing: Any) -> Iterator[Any]:
-    """The same, with one field as always."""
-    for field in fields(thing):
-        if field.default is not MISSING and getattr(thing, field.name) != field.default:
-            yield replace(thing, **{field.name: field.default})
 
 
 def script(configuration: Configuration, events: Sequence[Event]) -> str:

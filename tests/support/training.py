@@ -46,6 +46,24 @@ def perceptron(inputs: int = 40, width: int = 64, layers: int = 3) -> nn.Module:
     return nn.Sequential(*[module for pair in linear for module in pair])
 
 
+class TwoHeads(nn.Module):
+    """A body and two heads, of which a step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Linear(40, 48)
+        self.left, self.right = nn.Linear(48, 30), nn.Linear(48, 30)
+
+    def forward(self, x: Tensor, head: str) -> Tensor:
+        y: Tensor = getattr(self, head)(torch.tanh(self.body(x)))
+        return y
+
+
+def data_of(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
 def batch(rank: int, step: int, model: nn.Module) -> Tensor:
     """Data that differs by rank and step, and is the same whenever it is asked for."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
