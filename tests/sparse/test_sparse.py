@@ -119,34 +119,6 @@ def test_any_vector(
     ranks(8).run(compare, world_size, pattern, numel, seed, dtype, row)
 
 
-def layouts(x: Tensor) -> dict[str, Tensor]:
-    """The same numbers, in memory of every kind."""
-    column = torch.stack([x, torch.full_like(x, 77), torch.full_like(x, 78)], dim=1)[:, 0]
-    pair = torch.stack([torch.full_like(x, 77), x])
-    found = {"plain": x, "a column": column, "a row": pair[1], "backwards": x.flip(0).flip(0), "one": x[:1]}
-    return found | {"one of a column": column[:1], "one at one address": x[:1].as_strided((1,), (0,))}
-
-
-@pytest.mark.parametrize("algorithm", arguments.ALGORITHMS)
-@on_ranks(2)
-def test_any_layout(rank: int, algorithm: Algorithm) -> None:
-    """Indices and values of every layout, each beside what the plain ones give."""
-    indices = torch.arange(rank, 3000, 3, dtype=torch.int32)
-    numbers = torch.randn(1000)
-    for k in (1000, 1):
-        places, values_of = layouts(indices[:k]), layouts(numbers[:k])
-        given = [(at, values_of[name]) for name, at in places.items()]
-        given += [(places["plain"], values) for values in values_of.values() if len(values) == k]
-        given.append((indices[:k], torch.tensor(2.5).expand(k)))
-        given.append((indices[:k], torch.complex(numbers[:k], numbers[:k]).conj().imag))  # its memory says otherwise
-        for at, values in given:
-            plain = sparse_all_reduce(at.long().clone(), values.clone(), 3000, op="sum", algorithm=algorithm)
-            assert torch.equal(plain[0], torch.cat([torch.arange(r, 3000, 3)[: len(at)] for r in range(2)]).sort()[0])
-            found = sparse_all_reduce(at, values, 3000, op="sum", algorithm=algorithm)
-            assert torch.equal(found[0].long(), plain[0])
-            assert torch.equal(found[1], plain[1])
-
-
 @pytest.mark.parametrize("algorithm", arguments.ALGORITHMS)
 @on_ranks(3)
 def test_what_is_not_finite_stays_visible(rank: int, algorithm: Algorithm) -> None:

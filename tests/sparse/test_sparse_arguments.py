@@ -1,4 +1,4 @@
-"""What `sparse_all_reduce` is given: whatever cannot be reduced is refused on every rank alike; autograd stays out."""
+"""What `sparse_all_reduce` is given: whatever cannot be reduced is refused on every rank alike."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import sparse_all_reduce
-from gradwire.hooks.sparse import all_reduce as sparse
-from gradwire.hooks.sparse.validation import ALGORITHMS, Algorithm
-from ranks import Pool, on_ranks
+from ranks import Pool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -76,10 +74,9 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
 }
 
 
-def refused(rank: int, fault: str, algorithm: str) -> str:
+def refused(rank: int, fault: str) -> str:
     """Rank 1 hands in something wrong; what every rank is told."""
     arguments: dict[str, Any] = {"indices": torch.tensor([1, 4, 7]), "values": torch.ones(3), "numel": 10}
-    arguments["algorithm"] = algorithm
     if rank == 1:
         arguments |= FAULTS[fault][0]()
     try:
@@ -93,10 +90,9 @@ def refused(rank: int, fault: str, algorithm: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "split"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_reduced_is_refused_on_every_rank(ranks: Ranks, fault: str, algorithm: str) -> None:
-    told = ranks(3).run(refused, fault, algorithm)
+def test_what_cannot_be_reduced_is_refused_on_every_rank(ranks: Ranks, fault: str) -> None:
+    told = ranks(3).run(refused, fault)
     assert len(set(told)) == 1, told
     for word in FAULTS[fault][1]:
         assert word in told[0]
@@ -116,42 +112,6 @@ def outside(rank: int, how: str) -> str:
 def test_a_rank_outside_is_told(ranks: Ranks, how: str) -> None:
     (said,) = ranks(1).run(outside, how)
     assert "expected a process group that this rank is in" in said
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@on_ranks(2)
-def test_autograd_sees_nothing_of_it(rank: int, algorithm: Algorithm) -> None:
-    """Values and outputs that require grad: whether results do, and whether what is kept for the next call holds a
-    graph, which would grow with every call."""
-    weight = torch.ones(4000, requires_grad=True)
-    indices = torch.arange(rank, 8000, 2, dtype=torch.int32)
-    leaf, inner = torch.zeros(8000, requires_grad=True), torch.ones(8000, requires_grad=True) * 2
-    sparse._pools.pop(dist.group.WORLD, None)
-    tracked = False
-    for k in (4000 * rank, 4000):  # nothing at first, on one rank
-        values = (weight * 2)[:k]
-        at, found = sparse_all_reduce(indices[:k], values, 8000, op="sum", algorithm=algorithm)
-        tracked |= found.requires_grad
-        expected = torch.zeros(8000).index_put((at.long(),), found)
-        for out in (leaf, inner):
-            assert sparse_all_reduce(indices[:k], values, 8000, op="sum", algorithm=algorithm, out=out) is out
-            assert torch.equal(out, expected)
-    assert torch.equal(found, torch.full((8000,), 2.0))
-    (room,) = sparse._pools[dist.group.WORLD].values()
-    assert (tracked, any(memory.requires_grad for memory in room._memory.values())) == (False, False)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@on_ranks(2)
-def test_inference_mode_comes_and_goes(rank: int, algorithm: Algorithm) -> None:
-    """What inference mode makes cannot be written to outside it, and memory is kept."""
-    sparse._pools.pop(dist.group.WORLD, None)
-    indices, found = torch.tensor([rank, 7]), []
-    for mode in (True, False, True):
-        with torch.inference_mode(mode):
-            at, sums = sparse_all_reduce(indices, torch.ones(2), 10, op="sum", algorithm=algorithm)
-            found.append([*at.tolist(), *sums.tolist()])
-    assert found == [[0, 1, 7, 1.0, 1.0, 2.0]] * 3
 
 
 def types(indices: Tensor, values: Tensor, out: Tensor, maybe: Tensor | None) -> None:
