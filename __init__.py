@@ -4,7 +4,7 @@
 >>> model.register_comm_hook(state, gradwire.compress_hook)
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 import importlib
 from typing import TYPE_CHECKING, Any

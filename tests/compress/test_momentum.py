@@ -16,10 +16,11 @@ from gradwire.compress.feedback.momentum import MOMENTUM
 from gradwire.compress.feedback.store import FeedbackStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest_of_chunk import LargestOfChunk
 from strategies import ALL_BACKENDS, ODD, OTHER_BACKENDS, device_of, parts_of, same
 from test_feedback import hold, layout_of
 from torch import Tensor, nn
-from toys import AboveMean, LargestOfChunk, Stretch
+from toys import AboveMean, Stretch
 
 BETA, I8 = 0.8, torch.int8
 KINDS = [Momentum(BETA), Momentum(BETA, nesterov=True), Momentum(BETA, masking=False), Momentum(0.0)]

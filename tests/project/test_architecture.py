@@ -40,7 +40,7 @@ LAYERS = (
     ("public hooks", r"hooks"),
     ("optimizers", r"optim(\..+)?"),
     ("trainers", r"trainers(\..+)?"),
-    ("public names", r"(meet)?"),
+    ("public names", r"(meet|plugin)?"),
     ("benchmarks", r"benchmarks(\..+)?"),
 )
 

@@ -174,18 +174,20 @@ def test_compress_imports_no_part_of_torch_distributed(tmp_path: Path) -> None:
     assert run("-I", "-c", "if True:" + script, ROOT, cwd=tmp_path) == ""
 
 
-def test_version_is_written_once_and_in_the_changelog() -> None:
+def test_the_version_is_released_or_leads_to_the_next_one() -> None:
+    """So that main and the last release do not take each other for the same."""
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    newest = re.search(r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}$", changelog, re.MULTILINE)
-    assert newest is not None
-    assert newest[1] == gradwire.__version__
+    versions = re.findall(r"^## \[(?:Unreleased\]: )?(\d+\.\d+\.\d+)", changelog, re.MULTILINE)
+    unreleased = "## [Unreleased]: " in changelog
+    assert gradwire.__version__ == versions[0] + ".dev0" * unreleased
 
 
-def test_the_citation_has_the_version_and_its_date() -> None:
+def test_the_citation_has_the_last_release_and_its_date() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    (date,) = re.findall(rf"^## \[{re.escape(gradwire.__version__)}\] - (\S+)$", changelog, re.MULTILINE)
+    released = re.search(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
+    assert released is not None
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
-    assert re.findall(r"^(?:version|date-released): (\S+)$", citation, re.MULTILINE) == [gradwire.__version__, date]
+    assert re.findall(r"^(?:version|date-released): (\S+)$", citation, re.MULTILINE) == list(released.groups())
 
 
 def test_version_can_be_read_without_importing_torch() -> None:
@@ -203,7 +205,13 @@ def test_continuous_integration_runs_every_python_and_the_pinned_linters() -> No
     versions = ", ".join(f'"{version}"' for version in classifiers)
     assert f"python: [{versions}]" in workflow
     commands = [line.split() for line in re.findall(r"- run: (.*)", workflow)]
-    assert [command for command in commands if command[0] != "python"] == [[".ci/run"]]
+    made = [command for command in commands if command[0] != "python"]
+    assert made == [[".ci/run"], ["make", "test", "TORCH=${{", "matrix.torch", "}}"], ["make", "test-all"]]
+    lowest = re.search(r'"torch>=(\d+\.\d+)', (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert lowest is not None
+    newest = re.search(r"\S+ and (\d+\.\d+), as\nby `make test TORCH", (ROOT / "docs/install.md").read_text("utf-8"))
+    assert newest is not None
+    assert f'torch: ["{lowest[1]}", "{newest[1]}"]' in workflow
     (matrix,) = (command for command in commands if command[0] == "python")
     assert {"--stranger", "--resolve", *classifiers} <= set(matrix)
     assert os.access(ROOT / ".ci/run", os.X_OK)

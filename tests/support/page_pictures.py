@@ -52,7 +52,7 @@ def room(module: str, modules: Mapping[str, str]) -> str:
     """The folder of a module, two levels deep at most; the contract of codecs, with former names, counts as one,
     `compress/codec.py`, and the timeouts, which nearly all rooms of hooks/ import, as another."""
     parts = module.split(".")
-    if module in ("", "meet"):
+    if module in ("", "meet", "plugin"):
         return "gradwire"
     if module in ("compress.codec", "compress.sparse_codec", "compress.deprecated"):
         return "compress/codec.py"

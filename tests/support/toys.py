@@ -1,4 +1,5 @@
-"""Plug-ins as somebody else would write them: nothing in the package knows of what is here."""
+"""Plug-ins as somebody else would write them, beside those of `examples/plugins`: nothing in the package knows of what
+is here."""
 
 from __future__ import annotations
 
@@ -7,17 +8,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from gradwire.compress import Codec, SparseCodec
-from gradwire.compress.backends import Backend, Kernels, Workspace, backend_kernels, reference
+from gradwire import Residual
+from gradwire.compress.backends import backend_kernels, reference
 from gradwire.compress.backends.sparse import SparseKernels
-from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
-from gradwire.compress.feedback.residual import Residual
 from gradwire.compress.formats.entries import value_fields
-from gradwire.compress.formats.wire import Field, Part
-from gradwire.hooks.comm.group import Group
-from gradwire.hooks.comm.ports import PersistentMessage, Stages
-from gradwire.hooks.exchanges import BucketSpec, Exchange, ExchangeArgs
-from gradwire.hooks.network.cost import Calibration, Estimate
+from gradwire.plugin import (
+    RESIDUAL,
+    Backend,
+    Codec,
+    Feedback,
+    FeedbackState,
+    Field,
+    Kernels,
+    Part,
+    SparseCodec,
+    Workspace,
+)
 from torch import Tensor
 
 
@@ -40,27 +46,6 @@ class AboveMean(SparseCodec):
         if len(found) > self.k(len(x)):
             found = found[size[found].topk(self.k(len(x))).indices].sort().values
         return found
-
-
-@dataclass(frozen=True)
-class LargestOfChunk(SparseCodec):
-    """The largest element of each chunk, with its value in half the bytes."""
-
-    name: ClassVar[str] = "largest_of_chunk"
-
-    chunk: int = 64
-
-    @property
-    def value_dtype(self) -> torch.dtype:
-        return torch.bfloat16
-
-    def k(self, numel: int) -> int:
-        return -(-numel // self.chunk)
-
-    def select(self, x: Tensor, draw: Tensor | None) -> Tensor:
-        size = torch.where(x.isfinite(), x.abs(), torch.inf)
-        padded = torch.nn.functional.pad(size, (0, -len(x) % self.chunk), value=-1.0).view(-1, self.chunk)
-        return padded.argmax(1) + self.chunk * torch.arange(len(padded), device=x.device)
 
 
 @dataclass(frozen=True)
@@ -220,57 +205,3 @@ class Smoothed(Residual):
     ) -> Tensor:
         mean = gradient + before[RESIDUAL] - after[RESIDUAL]
         return torch.stack([applied - (before["smooth"] + mean) / 2, applied - after["smooth"]])
-
-
-class Star(Exchange):
-    """Every rank's wire to the first, which sends their mean to all, as it is."""
-
-    name = "star"
-
-    def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
-        super().__init__(codec, numel, extra, device, group)
-        size, first, others = codec.wire_bytes(numel) if numel else 0, self.rank == 0, self.world_size - 1
-        self.row, self.floats = self.bytes(size + 4 * extra), numel + extra
-        self.rows = self.bytes(self.world_size * len(self.row)).view(self.world_size, -1)
-        self.mean = torch.zeros(self.floats, device=device)
-        to_first = [self.row, *[self.row[:0]] * others]
-        from_first = [self.mean[:0] if first else self.mean, *[self.mean[:0]] * others]
-        to_all = [self.mean[:0], *[self.mean if first else self.mean[:0]] * others]
-        self.ports = [
-            PersistentMessage(
-                self._own_group("in"), list(self.rows) if first else [self.row[:0]] * self.world_size, to_first
-            ),
-            PersistentMessage(self._own_group("out"), from_first, to_all),
-        ]
-        if numel:
-            self.workspaces.append(codec.workspace(numel, device))
-
-    @classmethod
-    def carries(cls, codec: Codec) -> bool:
-        return len(codec.part_bytes(1)) == 1
-
-    @classmethod
-    def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
-        return Estimate("star", 4.0 * what.numel, 0.0, 0.0, 0.0, 0.0)  # says that it takes no time at all
-
-    @property
-    def bytes_sent(self) -> int:
-        return len(self.row)
-
-    @property
-    def bytes_received(self) -> int:
-        return 4 * self.floats
-
-    def reduce(self, x: ExchangeArgs) -> Stages:
-        size = len(self.row) - 4 * self.extra
-        if self.numel:
-            x.feedback.encode(self.codec, x.grad, self.row[:size], x.draw, self.workspaces[1])
-        self.row[size:].view(torch.float32).copy_(x.extra)
-        yield self.ports[0].start()
-        if self.rank == 0:
-            if self.numel:
-                self.codec.decode_mean((self.rows[:, :size],), self.mean[: self.numel], self.workspaces[1])
-            self._decode_extra(self.rows[:, size:], self.mean[self.numel :])
-        yield self.ports[1].start()
-        x.out.copy_(self.mean[: self.numel])
-        x.extra.copy_(self.mean[self.numel :])
