@@ -76,7 +76,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])  # of 2 and 4 by chance, below
 @pytest.mark.parametrize(("exchange", "codec"), CASES, ids=str)
 def test_nothing_is_lost_and_replicas_agree(ranks: Ranks, world_size: int, exchange: str, codec: Codec) -> None:
     for numel, extra in ((1, 0), (7, 3), (5000, 0), (12345, 17), (0, 5)):
@@ -89,12 +89,12 @@ def test_nothing_is_lost_and_replicas_agree(ranks: Ranks, world_size: int, excha
             assert max(offs) < 1e-6
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     case=st.sampled_from(CASES),
     numel=st.integers(1, 6000),
     extra=st.integers(0, 9),
-    world_size=st.sampled_from([2, 3, 4]),
+    world_size=st.sampled_from([2, 2, 3, 4, 4]),
     seed=st.integers(0, 99),
 )
 def test_any_size(ranks: Ranks, case: tuple[str, Codec], numel: int, extra: int, world_size: int, seed: int) -> None:
@@ -156,7 +156,11 @@ def test_impossible_exchanges_are_named() -> None:
         check_exchange("split", OneBit())
 
 
-def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec, value: float) -> Any:
+def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec) -> list[Any]:
+    return [spoilt(rank, world_size, exchange, codec, value) for value in (torch.nan, torch.inf, -torch.inf)]
+
+
+def spoilt(rank: int, world_size: int, exchange: str, codec: Codec, value: float) -> Any:
     """Rank 1 has one bad element, which every rank must see; nobody's residual may."""
     group = group_of(world_size)
     grad, residual = torch.ones(5000), torch.full((5000,), 0.25)
@@ -180,7 +184,6 @@ def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec, value: fl
     )
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     ("exchange", "codec"),
     [
@@ -191,12 +194,12 @@ def nonfinite(rank: int, world_size: int, exchange: str, codec: Codec, value: fl
     ],
     ids=str,
 )
-def test_nonfinite_gradients_are_seen_everywhere(ranks: Ranks, codec: Codec, exchange: str, value: float) -> None:
-    results = ranks(3).run(nonfinite, 3, exchange, codec, value)
-    for rank, (bad, good, residual_finite, kept, counted) in enumerate(results):
-        assert not bad
-        assert good
-        assert residual_finite
-        assert counted > 0
-        if rank == 1:
-            assert kept == 0.25, "the residual under a bad element must stay what it was"
+def test_nonfinite_gradients_are_seen_everywhere(ranks: Ranks, codec: Codec, exchange: str) -> None:
+    for rank, found in enumerate(ranks(3).run(nonfinite, 3, exchange, codec)):
+        for bad, good, residual_finite, kept, counted in found:
+            assert not bad
+            assert good
+            assert residual_finite
+            assert counted > 0
+            if rank == 1:
+                assert kept == 0.25, "the residual under a bad element must stay what it was"

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 #: Variables that are read when a process starts, or when one of the modules is imported that the server has imported.
-EARLY = ("GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_")
+EARLY = (
+    "GLIBC_", "GRADWIRE_CACHE", "HOME", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON",
+    "PYTORCH_", "TORCH_", "XDG_CACHE_HOME",
+)  # fmt: skip
 #: Those among them that a forked process takes over, or that change nothing but what is logged.
 LATE = (
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets both when it is imported
