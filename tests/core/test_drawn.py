@@ -184,7 +184,7 @@ SKIPS: dict[str, Any] = {"find_unused_parameters": True, "skip_all_reduce_unused
 BY_TURNS = (Parameter((40, 20)), Parameter((300,), "turns"), Parameter((1500,), "never"))
 
 #: What has failed once, made small, and ways to build and use DDP.
-SCRIPTS: tuple[tuple[Configuration, list[Event]], ...] = (
+SCRIPTS: tuple[tuple[Configuration, list[Any]], ...] = (
     (Configuration(static_graph=True, gradient_as_bucket_view=True), [Step()] * 6),
     (Configuration(static_graph=True, cap=1), [Step()] * 6),
     (Configuration(gradient_as_bucket_view=True, cap=1 << 20), [Step()] * 6),
