@@ -30,18 +30,24 @@ TYPED := $(addprefix $(LINK)/,__init__.py meet.py plugin.py benchmarks compress 
 .PHONY: help demo test test-all soak drawn lint types docs matrix bench benchmarks gpu-report clean
 
 help:
-	@echo 'make demo      train a small model on two processes, dense and with what is recommended (SEEDS=$(SEEDS))'
-	@echo 'make test      lint, types and the quick tests (PYTEST_ARGS="-k topk"); with TORCH=2.15 the tests, on that torch'
-	@echo 'make test-all  the slow tests too'
-	@echo 'make soak      ranks killed, stopped and delayed, processes ended by the hundred: an hour or so'
-	@echo 'make drawn     training scripts drawn for $(DRAWN_SECONDS) seconds (DRAWN_SECONDS=7200), and what breaks a law'
-	@echo 'make lint      ruff and mypy alone; make types: mypy'
-	@echo 'make docs      the pages of docs/ as a site, in site/'
-	@echo 'make matrix    sdist and wheel, installed and run with each Python and torch that can be had (MATRIX_ARGS=--help)'
-	@echo 'make bench     gradwire-bench $(BENCH_ARGS)'
-	@echo 'make benchmarks  regenerate every figure of docs/tables-*.md: hours, on a machine that does nothing else'
+	@echo 'make demo        train a small model on two processes, dense and with what is'
+	@echo '                 recommended (SEEDS=$(SEEDS))'
+	@echo 'make test        lint, types and the quick tests (PYTEST_ARGS="-k topk"); with'
+	@echo '                 TORCH=2.15 the tests, on that torch'
+	@echo 'make test-all    the slow tests too'
+	@echo 'make soak        ranks killed, stopped and delayed, processes ended by the'
+	@echo '                 hundred: an hour or so'
+	@echo 'make drawn       training scripts drawn for $(DRAWN_SECONDS) seconds (DRAWN_SECONDS=7200),'
+	@echo '                 and what breaks a law'
+	@echo 'make lint        ruff and mypy alone; make types: mypy'
+	@echo 'make docs        the pages of docs/ as a site, in site/'
+	@echo 'make matrix      sdist and wheel, installed and run with each Python and'
+	@echo '                 torch that can be had (MATRIX_ARGS=--help)'
+	@echo 'make bench       gradwire-bench $(BENCH_ARGS)'
+	@echo 'make benchmarks  regenerate every figure of docs/tables-*.md: hours, on a'
+	@echo '                 machine that does nothing else'
 	@echo 'make gpu-report  test, check and time the CUDA kernels on this machine’s GPU'
-	@echo 'make clean     remove .venv and everything that was built'
+	@echo 'make clean       remove .venv and everything that was built'
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node 2 \

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import re
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from typing import Any
 GROUPS = {
     "your model, network and GPU": {
         "advise": ("steps.advise", "measure whether compression makes your model's steps faster"),
-        "codecs": ("codec.codecs", "time every codec beside the memory roofline and what one would write in torch"),
+        "codecs": ("codec.codecs", "time every codec beside the memory roofline and torch's operations"),
         "warm": ("codec.warm", "compile kernels ahead, so that no training begins with it"),
         "profile": ("steps.profile", "draw one bucket's way through a real step"),
         "links": ("links.run", "run a program on links of a known speed and length"),
@@ -22,7 +24,7 @@ GROUPS = {
     },
     "steps and exchanges on links of a known speed": {
         "step": ("steps.step", "time a DDP step, beside PyTorch's own hooks"),
-        "paired": ("steps.paired", "compare the steps of several arms to a percent, such as what a hook costs"),
+        "paired": ("steps.paired", "compare the steps of several arms to a percent"),
         "exchange": ("steps.exchange", "time the exchange of one gradient, beside PyTorch's hooks"),
         "hsdp": ("steps.hsdp", "time a step of sharded replicas, beside FSDP's own HSDP"),
         "pipeline": ("steps.pipeline", "time a step of a pipeline, with codes between its stages"),
@@ -30,10 +32,7 @@ GROUPS = {
         "elastic": ("elastic.elastic", "kill and restart replicas of LocalUpdates: goodput, loss and stalls"),
     },
     "loss": {
-        "learn": (
-            "learning.learn",
-            "train with each way of compressing, on ranks that share a process: loss and bytes",
-        ),
+        "learn": ("learning.learn", "train each way, on ranks that share a process: loss and bytes"),
         "train": ("learning.train", "find the time to equal loss of each way, at each bandwidth"),
     },
     "patches of weights": {
@@ -46,6 +45,33 @@ GROUPS = {
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 #: Commands that need nothing of `gradwire[bench]`.
 PLAIN = ("warm", "gpu")
+#: So many choices do not fit into a line of usage.
+MANY = 3
+
+
+class _Paragraphs(argparse.HelpFormatter):
+    """Fits descriptions to the terminal, paragraph by paragraph, where lines are indented line by line; and long lists
+    of choices, which it moves to the option's help."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        found = list[str]()
+        for part in text.strip().split("\n\n"):
+            lines = part.splitlines() if "\n  " in f"\n{part}" else [part]
+            for line in lines:
+                column = re.match(r" *\S+ {2,}", line)  # where a list's second column begins
+                found.append(textwrap.fill(line, width, subsequent_indent=" " * (column.end() if column else 0)))
+            found.append("")
+        return "\n".join(found).rstrip()
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        if action.choices is None or action.metavar is not None or len(list(action.choices)) < MANY:
+            return super()._metavar_formatter(action, default_metavar)
+        return lambda size: (default_metavar,) * size
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        many = action.choices is not None and action.metavar is None and len(list(action.choices)) >= MANY
+        of = f"of {', '.join(map(str, action.choices or ()))}" * many
+        return "; ".join(filter(None, (action.help, of)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="%(prog)s [-h] command ...",
         description=__doc__,
         epilog=_listed(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Paragraphs,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below; each has a --help")
     command = parser.parse_args(given[:1]).command
@@ -66,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=f"gradwire-bench {command}",
         description=asked.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Paragraphs,
     )
     asked.add_arguments(parser)
     options = parser.parse_args(given[1:])

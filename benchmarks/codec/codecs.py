@@ -208,52 +208,32 @@ def quality_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Bars for each codec: encode_feedback and decode_mean beside the roofline, a panel for each condition.
+    """Bars for each codec under the first condition: encode_feedback and decode_mean beside the roofline.
 
     Raises:
         ValueError: nothing was timed.
     """
     facts = ("backend", "dtype", "numel", "gradients", "threads")
-    panels: dict[tuple, list[Mapping[str, Any]]] = {}
-    for row in result["codecs"]:
-        panels.setdefault(tuple(row[name] for name in facts), []).append(row)
-    if not panels:
+    rows = [row for row in result["codecs"] if all(row[name] == result["codecs"][0][name] for name in facts)]
+    if not rows:
         raise ValueError("--plot draws speed, and nothing was timed: --tables must include speed")
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    size = (6.5 * columns, (1.2 + 0.55 * max(map(len, panels.values()))) * lines + 0.6)
-    figure, grid = report.subplots(lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
-    for spare in grid.flat[len(panels) :]:
-        spare.set_visible(False)
-    most = max(row["ratio_to_add"][name] for row in result["codecs"] for name in COLOURS)
-    for axes, (condition, rows) in zip(grid.flat, panels.items(), strict=False):
-        backend, dtype, numel, gradients, threads = condition
-        for place, (name, colour) in enumerate(COLOURS.items()):
-            values = [row["ratio_to_add"][name] for row in rows]
-            where = [i + 0.38 * (place - 0.5) for i in range(len(rows))]
-            bars = axes.barh(where, values, height=0.36, color=colour, label=bar_label(name, result))
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-            axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, bbox=box)
-        axes.axvline(1, color="black", linewidth=1.2, linestyle="--", label="torch.add: the roofline")
-        axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
-        add = report.median([row["gelem_per_s"]["add"] for row in rows])
-        axes.set_title(
-            f"{threads} thread{'s' * (threads > 1)}, {numel:,} {dtype}, {gradients}, backend {backend}\n"
-            f"torch.add: {add:.2f}·10⁹ elements a second",
-            fontsize=9,
-        )
-        axes.set_xscale("log")  # what runs in torch takes some ten times what kernels take
-        axes.set_xticks(at := [0.5, 1, 2, 5, 10, 20, 50, 100], [f"{x:g}" for x in at])
-        axes.tick_params(which="minor", labelbottom=False)
-        axes.set_xlabel("time, in units of torch.add(grad, residual, out=residual)", fontsize=9)
-        axes.grid(axis="x", alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(0.4, 1.4 * most)
-    figure.suptitle("What codecs cost beside the least that error feedback must do: shorter is faster")
-    grid[0][0].invert_yaxis()
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.text(0.995, 0.002, result["environment"]["cpu"], ha="right", va="bottom", fontsize=7, color="grey")
+    figure, axes = report.subplots(figsize=(8.5, 1.4 + 0.5 * len(rows)))
+    for place, (name, colour) in enumerate(COLOURS.items()):
+        values = [row["ratio_to_add"][name] for row in rows]
+        where = [i + 0.38 * (place - 0.5) for i in range(len(rows))]
+        bars = axes.barh(where, values, height=0.36, color=colour, label=bar_label(name, result))
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, bbox={"facecolor": "white", "edgecolor": "none"})
+    axes.axvline(1, color="black", linewidth=1.2, linestyle="--", label="torch.add: the roofline")
+    axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(row["ratio_to_add"][name] for row in rows for name in COLOURS))
+    axes.set_xlabel("time, in units of torch.add(grad, residual, out=residual)", fontsize=9)
+    axes.grid(axis="x", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    backend, dtype, numel, gradients, threads = (rows[0][name] for name in facts)
+    where = f"{numel / 1e6:.3g} M {dtype}, {gradients}, backend {backend}, {threads} thread{'s' * (threads > 1)}"
+    figure.suptitle(f"Time of codecs beside one pass over memory\n{where}", fontsize=10)
     report.save(figure, path, dpi=110)
 
 

@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TEXTS), default=list(TEXTS), help="models (default: all)")
     parser.add_argument("--pretrain", type=int, default=300, help="steps at the usual rate (default: %(default)s)")
     parser.add_argument(
-        "--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5], help="of fine-tuning (1e-6 and 1e-5)"
+        "--learning-rates",
+        type=float,
+        nargs="+",
+        metavar="RATE",
+        default=[1e-6, 1e-5],
+        help="of fine-tuning (1e-6 and 1e-5)",
     )
     parser.add_argument("--every", type=int, nargs="+", default=[1, 8], help="steps from patch to patch (1 and 8)")
     parser.add_argument("--patches", type=int, default=4, help="of each kind (default: %(default)s)")

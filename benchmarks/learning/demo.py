@@ -39,7 +39,7 @@ from ..common.language_model import (
     windows,
 )
 from ..common.progress import Progress
-from ..common.report import Table, document, save, subplots, write_json
+from ..common.report import Table, document, label_ends, save, subplots, write_json
 from .tasks import require_equal_replicas
 
 #: Small, so that even this model has several buckets, as large ones do.
@@ -197,28 +197,27 @@ def limits(seeds: int, ranks: int, cores: int | None) -> list[str]:
 
 
 def plot(runs: Sequence[Run], path: Path, caption: str) -> None:
-    """Two panels: validation loss against steps, and against bytes sent. With several seeds, mean and range."""
-    figure, (by_step, by_bytes) = subplots(1, 2, figsize=(12, 5), sharey=True)
+    """Validation loss against steps, and beside each line the bytes it took. With several seeds, mean and range."""
+    figure, axes = subplots(figsize=(9, 5))
+    lines = []
     for arm in ARMS.values():
         curves = [run.curve for run in runs if run.arm == arm.name]
         if not curves:
             continue
         readings = list(zip(*curves, strict=True))
         losses = [[point.bits_per_byte for point in reading] for reading in readings]
-        mean = [statistics.mean(loss) for loss in losses]
         steps = [reading[0].step for reading in readings]
-        megabytes = [statistics.mean(point.sent_bytes for point in reading) / 1e6 for reading in readings]
-        for axes, x in ((by_step, steps), (by_bytes, megabytes)):
-            axes.plot(x, mean, color=arm.colour, marker="o", markersize=3, linewidth=1.8, label=arm.title)
-            axes.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=arm.colour, alpha=0.15, lw=0)
-    by_step.set(xlabel="steps", ylabel="validation loss, bits per byte", title="Learning: the same steps")
-    by_bytes.set(xlabel="megabytes sent per rank", xscale="log", title="Price: the bytes it took")
-    by_step.set_xlim(left=0)
-    by_step.legend(frameon=False)
-    for axes in (by_step, by_bytes):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        (line,) = axes.plot(steps, list(map(statistics.mean, losses)), "o-", color=arm.colour, markersize=3)
+        axes.fill_between(steps, list(map(min, losses)), list(map(max, losses)), color=arm.colour, alpha=0.15, lw=0)
+        sent = statistics.mean(point.sent_bytes for point in readings[-1]) / 1e6
+        lines.append((line, f"{arm.title.removeprefix('gradwire, ')}: {float(f'{sent:.3g}'):,g} MB"))
+    axes.set(xlabel="steps", ylabel="validation loss, bits per byte")
+    axes.set_title("The same steps, and the bytes that each rank sent in them", fontsize=11)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(caption, fontsize=8, color="#555555")
+    label_ends(axes, lines)
     save(figure, path, dpi=150)
 
 

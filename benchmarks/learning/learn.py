@@ -47,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=("adamw", "sgd", "muon"), default="adamw", help="default: %(default)s")
     add_arms(parser, {name: way.title for name, way in LEARNED.items()})
     parser.add_argument(
-        "--learning-rates", type=float, nargs="+", help="try these and no others; by default each arm searches its own"
+        "--learning-rates",
+        type=float,
+        nargs="+",
+        metavar="RATE",
+        help="try these and no others; by default each arm searches its own",
     )
     parser.add_argument("--begin", type=float, help="the rate that searches begin at (default: the task's own)")
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")

@@ -263,14 +263,12 @@ LINES = 5
 
 
 def plot(result: Mapping[str, Any], path: str) -> None:
-    """Time to the target loss against bandwidth, a panel for each number of ranks. Needs matplotlib."""
-    worlds = result["worlds"]
-    figure, axes = report.subplots(1, len(worlds), figsize=(8.5 * len(worlds), 5), squeeze=False)
-    for panel, world in zip(axes[0], worlds, strict=True):
-        draw_rates(panel, world)
+    """Time to the target loss against bandwidth, on the first number of ranks. Needs matplotlib."""
+    figure, axes = report.subplots(figsize=(8.5, 5))
     seeds = result["arguments"]["seeds"]
     task = f"{result['task']['title']}, {result['task']['optimizer']}, mean of {seeds} seed{'s' * (seeds > 1)}"
-    figure.suptitle(f"Seconds until the loss is float32's: {task}", fontsize=11)
+    figure.suptitle(f"Seconds until the loss is float32's\n{task}", fontsize=11)
+    draw_rates(axes, result["worlds"][0])
     report.save(figure, path, dpi=110)
 
 

@@ -14,7 +14,6 @@ with links of `--rate` and a latency of `--alpha` microseconds.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import math
 import time
@@ -315,34 +314,33 @@ def overhead(cells: Sequence[Mapping[str, Any]]) -> str:
     return f"{min(large):+.1%} to {max(large):+.1%} against the formula, of messages above 1 MB"
 
 
+#: Lines of the picture.
+DRAWN = ("gather", "union", "split", "dense", AUTO)
+
+
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Time against density, a panel for each world size and overlap."""
-    worlds = list(dict.fromkeys(cell["world_size"] for cell in result["cells"]))
-    overlaps = list(dict.fromkeys(cell["overlap"] for cell in result["cells"]))
-    size = (3.4 * len(overlaps) + 1.6, 2.8 * len(worlds) + 0.6)
-    figure, panels = report.subplots(len(worlds), len(overlaps), figsize=size, squeeze=False, sharex=True, sharey="row")
-    styles = dict(zip(ARMS, ("C0-o", "C1-s", "C2-^", "C7-", "k", "C3--v"), strict=True))
-    for row, world_size in enumerate(worlds):
-        for column, overlap in enumerate(overlaps):
-            panel = panels[row][column]
-            cells = [c for c in result["cells"] if (c["world_size"], c["overlap"]) == (world_size, overlap)]
-            for arm in dict.fromkeys(arm for cell in cells for arm in cell["arms"]):
-                there = [cell for cell in cells if arm in cell["arms"]]
-                at = [cell["density"] for cell in there]
-                times = [cell["arms"][arm]["seconds"] * 1e3 for cell in there]
-                if arm == AUTO:
-                    panel.plot(at, times, "ko", fillstyle="none", markersize=11, label="auto")
-                else:
-                    panel.plot(at, times, styles[arm], label=arm, markersize=4)
-            panel.set(xscale="log", yscale="log", title=f"{world_size} ranks, overlap {overlap:.0%}")
-            panel.grid(alpha=0.3, which="both")
-            if row == len(worlds) - 1:
-                panel.set_xlabel("density")
-            if column == 0:
-                panel.set_ylabel("ms a call")
-    with contextlib.suppress(IndexError):
-        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center")
+    """Time against density, of the most ranks and a middle overlap; rings mark the choices of "auto"."""
+    world_size = max(cell["world_size"] for cell in result["cells"])
+    overlaps = sorted({cell["overlap"] for cell in result["cells"]})
+    overlap = overlaps[len(overlaps) // 2]
+    cells = [c for c in result["cells"] if (c["world_size"], c["overlap"]) == (world_size, overlap)]
+    figure, axes = report.subplots(figsize=(8.5, 5))
+    lines = []
+    for arm, style in zip(DRAWN, ("C0-o", "C1-o", "C2-o", "C7-o", "ko"), strict=True):
+        there = [cell for cell in cells if arm in cell["arms"]]
+        at, times = [cell["density"] for cell in there], [cell["arms"][arm]["seconds"] * 1e3 for cell in there]
+        if there:
+            how = {"fillstyle": "none", "markersize": 13} if arm == AUTO else {"markersize": 4}
+            lines.append((axes.plot(at, times, style, **how)[0], f"{arm}" + " (rings)" * (arm == AUTO)))
+    axes.set(xscale="log", yscale="log", xlabel="elements that each rank sends", ylabel="ms a call")
+    axes.set_xticks(at := sorted({cell["density"] for cell in cells}), [f"{density * 100:g} %" for density in at])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
     arguments = result["arguments"]
     what = "Simulated sparse" if "simulate" in arguments else "Sparse"
-    figure.suptitle(f"{what} all-reduce of {arguments['numel']:,} elements on links of {arguments['rate']}")
+    title = f"{what} all-reduce of {arguments['numel'] / 1e6:.3g} M elements on links of {arguments['rate']}, "
+    axes.set_title(title + f"{world_size} ranks with {overlap:.0%} of their indices in common", fontsize=10)
+    report.label_ends(axes, lines)
     report.save(figure, path, dpi=120)

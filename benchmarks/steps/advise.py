@@ -2,7 +2,7 @@
 
 Where you train, on the network that you have, with NCCL on GPUs and Gloo on CPUs; the most honest answer:
 
-    torchrun --nnodes 2 ... -m gradwire.benchmarks.cli advise --model mymodule:build
+    torchrun ... -m gradwire.benchmarks.cli advise --model mymodule:build
 
 Or on this machine alone, between ranks of one core each on links of a known speed (Linux, CPUs):
 

@@ -153,7 +153,7 @@ class Bucket:
         if self.keeps_uncompressed:
             self.uncompressed.copy_(feedback.drain(self.uncompressed_layout, self.uncompressed))
         yield from self.exchange.reduce(operands)
-        operands.grad = operands.out = self.uncompressed  # holds nothing between steps
+        operands.let_go(self.uncompressed)
         for port in self.exchange.ports:
             port.post_receives()
         if self.kept is not None:

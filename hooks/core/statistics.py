@@ -58,7 +58,7 @@ class Statistics:
         for name in ("skipped_entries", "nonfinite_steps"):
             if count := getattr(self, name):
                 rows[name.replace("_", " ")] = f"{count:,}"
-        lines = [_row(name, value) for name, value in rows.items()]
+        lines = [row(name, value) for name, value in rows.items()]
         alike: dict[str, list[int]] = {}
         for bucket, decision in sorted(decisions.items()):
             alike.setdefault(decision.partition(": ")[0], []).append(bucket)
@@ -68,7 +68,7 @@ class Statistics:
             if reason := next(iter(reasons)):
                 text += f": {reason}" if len(reasons) == 1 else f"; bucket {buckets[0]}: {reason}"
             name = f"bucket{'s' if len(buckets) > 1 else ''} {_ranges(buckets)}"
-            lines.append(_row(name, text))
+            lines.append(row(name, text))
         return "\n".join(lines)
 
     def copied(self) -> Self:
@@ -90,16 +90,17 @@ class Counted:
         return "\n".join([*head, str(self._statistics)])
 
 
-def fewer(dense_bytes: int, bytes_sent: int) -> str:
-    """The bytes sent beside those of float32, for people; empty if they are the same."""
+def fewer(dense_bytes: int, bytes_sent: int, dense: str = "float32") -> str:
+    """The bytes sent beside those of `dense`, for people; empty if they are the same."""
     if not bytes_sent or not dense_bytes or abs(dense_bytes / bytes_sent - 1) < 0.005:
         return ""
     if bytes_sent > dense_bytes:
-        return f", {bytes_sent / dense_bytes:.3g} times float32's bytes"
-    return f", {dense_bytes / bytes_sent:.3g} times fewer bytes than float32"
+        return f", {bytes_sent / dense_bytes:.3g} times the bytes of {dense}"
+    return f", {dense_bytes / bytes_sent:.3g} times fewer bytes than {dense}"
 
 
-def _row(name: str, value: str) -> str:
+def row(name: str, value: str) -> str:
+    """A line of a table of `WIDTH` columns, or several."""
     return textwrap.fill(f"{name:<16}  {value}", WIDTH, subsequent_indent=" " * 18, break_on_hyphens=False)
 
 

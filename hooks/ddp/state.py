@@ -161,6 +161,8 @@ class State(Counted):
         Bound to another model of the same names and shapes, it begins anew: nothing of the former model remains. If it
         was loaded or copied since its last step, it goes on from there with the new model.
 
+        The line that says what is sent (`CompressState`) follows in the first step, and again for another model.
+
         Args:
             model: `CompressState`'s.
 

@@ -72,6 +72,12 @@ class ExchangeArgs:
     owner_draw: Tensor
     step: int = 0
 
+    def let_go(self, nothing: Tensor) -> None:
+        """Hold nothing between steps."""
+        if self.grad is not self.out and self.grad.is_cuda:  # made on the stream that encodes, and read on this one
+            self.grad.record_stream(torch.cuda.current_stream(self.grad.device))
+        self.grad = self.out = nothing
+
 
 class Exchange(ABC):
     """Reduces one bucket's gradients to their mean, step after step. Owns every buffer that it needs.

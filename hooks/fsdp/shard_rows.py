@@ -127,7 +127,7 @@ class Unsharded:
             self._unpack(operands.out, output)
             if self._feedback.holds(self.layout):  # parameters without a gradient were sent their residual
                 self._give_back(operands.out, self.columns.keys() - self.shards.used)
-        operands.grad = operands.out = self._uncompressed_rows  # holds nothing between steps
+        operands.let_go(self._uncompressed_rows)
         if times_mean != 1.0:
             output.mul_(times_mean)
         for port in self.exchange.ports:

@@ -24,6 +24,7 @@ from ...compress.codec import check_flag
 from ..comm.between_steps import between_steps, undivided_module
 from ..comm.group import Group
 from ..comm.handshake import compare, side
+from ..core.statistics import fewer, row
 from .residual_scale import ResidualScale
 from .tensor_coder import TensorCoder, coders
 
@@ -42,7 +43,7 @@ REMEDY = "Call compress_stage with the same arguments on every rank of the stage
 
 @dataclass
 class StageStatistics:
-    """Counts of the messages that a rank's stages have sent to other ranks.
+    """Counts of the messages that a rank's stages have sent to other ranks. `print` shows them as a table.
 
     Attributes:
         messages: sent so far.
@@ -55,6 +56,16 @@ class StageStatistics:
     dense_bytes: int = 0
     bytes_sent: int = 0
     residuals_dropped: int = 0
+
+    def __str__(self) -> str:
+        rows = {
+            "messages": f"{self.messages:,}",
+            "as tensors": f"{self.dense_bytes:,} bytes",
+            "sent": f"{self.bytes_sent:,} bytes{fewer(self.dense_bytes, self.bytes_sent, 'the tensors')}",
+        }
+        if self.residuals_dropped:
+            rows["residuals dropped"] = f"{self.residuals_dropped:,}"
+        return "\n".join(map(row, rows, rows.values()))
 
 
 @dataclass
@@ -150,6 +161,11 @@ class StageCompression:
             )
             for name, wrap in zip(METHODS, wraps, strict=True):
                 setattr(stage, name, partial(wrap, getattr(stage, name)))
+
+    def __str__(self) -> str:
+        """This rank's stages and their counts so far."""
+        head = f"<StageCompression of stage {', '.join(str(stage.stage_index) for stage in self._stages)}>"
+        return "\n".join([head, *(f"{kind}:\n{counts}" for kind, counts in self.statistics().items())])
 
     def statistics(self) -> dict[str, StageStatistics]:
         """This rank's counts so far, of "activations" and of "gradients"."""

@@ -253,8 +253,8 @@ class SufficientFactors(Counted):
         statistics.steps += 1
         if statistics.told is None and self._session.group.rank == 0:
             hows = ", ".join(sorted({layer.how.partition(":")[0] for layer in self._layers}))
-            less = fewer(statistics.dense_bytes, statistics.bytes_sent)
-            tell(statistics, f"SufficientFactors sends {hows} of {len(self._layers)} layers{less}")
+            less, count = fewer(statistics.dense_bytes, statistics.bytes_sent), len(self._layers)
+            tell(statistics, f"SufficientFactors sends {hows} of {count} layer{'s' * (count > 1)}{less}")
         if interruption is not None:
             raise_at_end(interruption)
 

@@ -42,6 +42,18 @@ def check_document(document: dict[str, Any], benchmark: str, threads: int = 1) -
     assert facts["cpu"] in report.describe(facts)
 
 
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_fits_a_terminal(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10
+    assert max(map(len, lines)) <= 80
+
+
 # -- codecs ---------------------------------------------------------------------------------------------------------
 
 

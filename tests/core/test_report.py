@@ -93,7 +93,8 @@ def test_a_line_names_all_that_is_sent(
     assert ("timed for a step: float32 1 ms, compressed 3 ms" in text) == (auto and bool(times))
     if sent:
         ratio = (1 << 22) / sent
-        words = f"{ratio:.3g} times fewer bytes than float32" if ratio > 1 else f"{1 / ratio:.3g} times float32's bytes"
+        fewer, more = f"{ratio:.3g} times fewer bytes than float32", f"{1 / ratio:.3g} times the bytes of float32"
+        words = fewer if ratio > 1 else more
         assert (words in text) == (abs(ratio - 1) >= 0.005)
 
 

@@ -135,6 +135,8 @@ def play(rank: int, how: Pipeline) -> None:
     for one, end in zip(counts.values(), ends, strict=True):
         assert one.messages == how.steps * how.chunks * (len(mine.stages) - end)
         assert one.bytes_sent <= one.dense_bytes
+        assert f"\nsent              {one.bytes_sent:,} bytes" in str(one)
+        assert str(one) in str(state)
     state.close()
     assert [set(vars(stage)) for stage in mine.stages] == before
 

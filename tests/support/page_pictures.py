@@ -182,7 +182,7 @@ def rooms_picture(modules: Mapping[str, str]) -> str:
 
 
 def way_picture(ways: Mapping[str, Iterable[str]], modules: Mapping[str, str]) -> str:
-    """Files that buckets lead through, by room from the hook down to the kernels, with arcs for imports.
+    """Files that buckets lead through, by room from the hook down to the kernels.
 
     Args:
         ways: by the name of a bucket, the files entered ("hooks/ddp/hook.py").
@@ -193,33 +193,20 @@ def way_picture(ways: Mapping[str, Iterable[str]], modules: Mapping[str, str]) -
     graph = reduced({file: {other for other in files if names[other] in every[names[file]]} for file in files})
     deep = depths(graph)
     order = sorted(files, key=lambda file: (-height(names[file]), -deep[file], file))
-    body, y, before = [], 70.0, ""
-    places: dict[str, float] = {}
+    body, y, before = [], 50.0, ""
     for number, title in enumerate(ways):
-        body.append(f'<text class="small middle" x="{620 + 150 * number}" y="34">{escape(title)}</text>')
+        body.append(f'<text class="small middle" x="{480 + 150 * number}" y="34">{escape(title)}</text>')
     for file in order:
         here = room(names[file], modules)
-        if here != before:
-            y += 14
-            body.append(f'<text class="small" x="230" y="{y:.0f}">{escape(here)}</text>')
-            y, before = y + 22, here
-        body.append(f'<rect class="band" x="230" y="{y - 15:.0f}" width="660" height="22" rx="4"/>')
-        body.append(f'<text class="code" x="240" y="{y:.0f}">{escape(file)}</text>')
+        y, before = y + 14 * (here != before), here
+        body.append(f'<rect class="band" x="20" y="{y - 15:.0f}" width="690" height="22" rx="4"/>')
+        body.append(f'<text class="code" x="30" y="{y:.0f}">{escape(file)}</text>')
         for number, way in enumerate(ways.values()):
             if file in way:
-                body.append(f'<circle class="on" cx="{620 + 150 * number}" cy="{y - 4:.0f}" r="6"/>')
-        places[file] = y - 4
+                body.append(f'<circle class="on" cx="{480 + 150 * number}" cy="{y - 4:.0f}" r="6"/>')
         y += 26
-    for file, targets in sorted(graph.items()):
-        for target in sorted(targets):
-            start, end = places[file], places[target]
-            out = 226 - min(200.0, 20 + abs(end - start) * 0.4)
-            body.append(
-                f'<path class="line" d="M228 {start:.0f} C{out:.0f} {start:.0f} {out:.0f} {end:.0f} 226 {end:.0f}" '
-                'marker-end="url(#tip)"/>'
-            )
     counted = "; ".join(f"{title}: {', '.join(f for f in order if f in way)}" for title, way in ways.items())
-    return picture(920, int(y + 4), "A bucket's way through the files of gradwire", counted, body)
+    return picture(730, int(y + 4), "A bucket's way through the files of gradwire", counted, body)
 
 
 def measured(pool: Any) -> dict[str, set[str]]:
