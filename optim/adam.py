@@ -74,7 +74,6 @@ class OneBitAdam(ExchangingOptimizer):
     ) -> None:
         options = AdamOptions(codec, exchange, error_feedback, warmup_steps, None, None, seed)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        self._frozen = False  # True if `exchanged` holds √v + eps
         self._still: list[nn.Parameter] = []  # parameters whose v stays zero
         super().__init__(params, defaults, options, bucket_cap_mb, process_group)
         self._update: Tensor | None = None
@@ -88,11 +87,11 @@ class OneBitAdam(ExchangingOptimizer):
         group = self.param_groups[flat.group]
         sign = -1.0 if group["maximize"] else 1.0
         if self.warming_up:
+            flat.divisor_of, self._still = None, []
             flat.exchanged.zero_()
             flat.add_gradients(flat.exchanged_views, sign)
             return flat.exchanged
-        if not self._frozen:
-            self._freeze()
+        self._freeze(flat, group["eps"])
         beta = group["betas"][0]
         momentum = flat.flat["exp_avg"].mul_(beta)
         flat.add_gradients(flat.views["exp_avg"], sign * (1.0 - beta))
@@ -112,13 +111,19 @@ class OneBitAdam(ExchangingOptimizer):
             flat.decay(update, variance != 0, group["weight_decay"])
         flat.move(update, group["lr"])
 
-    def _freeze(self) -> None:
-        """Freeze the variance: the warm-up is over, or a checkpoint from after it has been loaded."""
-        self._frozen = True
-        for flat in self._buckets:
-            divisor(flat.flat["exp_avg_sq"], self.param_groups[flat.group]["eps"], flat.exchanged)
+    def _freeze(self, flat: FlatState, eps: float) -> None:
+        """Let `exchanged` hold √v + eps: the warm-up is over, or v or eps have been changed since."""
+        variance = flat.flat["exp_avg_sq"]
+        if flat.divisor_of != (variance._version, eps):
+            flat.divisor_of = variance._version, eps
+            divisor(variance, eps, flat.exchanged)
             parts = zip(flat.parameters, flat.views["exp_avg_sq"], strict=True)
-            self._still += [p for p, variance in parts if not bool(variance.any())]
+            still = {id(p): p for p in self._still}
+            for p, part in parts:
+                still.pop(id(p), None)
+                if not bool(part.any()):
+                    still[id(p)] = p
+            self._still = list(still.values())
 
     def _scratch(self, numel: int, device: torch.device) -> Tensor:
         """Memory that buckets use one after the other."""
@@ -126,10 +131,6 @@ class OneBitAdam(ExchangingOptimizer):
             longest = max(flat.bucket.numel for flat in self._buckets)
             self._update = torch.empty(longest, dtype=torch.float32, device=device)
         return self._update[:numel]
-
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        super().load_state_dict(state_dict, strict)
-        self._frozen, self._still = False, []
 
     def _problem(self) -> str | None:
         late = [p for p in self._still if p.grad is not None]

@@ -16,7 +16,7 @@ from ..compress.feedback.store import FeedbackStore
 from ..hooks.comm import handshake, pieces
 from ..hooks.comm.between_steps import between_steps, undivided, within_step
 from ..hooks.comm.untraced import untraced
-from ..hooks.core.checkpoint import Checkpoint
+from ..hooks.core.checkpoint import MEAN, Checkpoint, Vectors
 from ..hooks.core.options import Options, check_dtypes, check_whole
 from ..hooks.core.reducer import Reducer
 from ..hooks.core.session import Session
@@ -56,6 +56,8 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor
+    #: The step of the checkpoint loaded last, if its residuals are the ranks' means.
+    _mean_step: int | None = None
     #: None before the ranks have met, after `close`, and in a copy.
     _reducer: Reducer | None = None
 
@@ -172,7 +174,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         reducer, number = self._running(), self._steps
-        problem = self._problem()
+        problem = self._adopt() or self._problem()
         if problem is not None:
             reducer.session.pipeline.wait()
             reducer.session.refuse(problem)
@@ -243,9 +245,8 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
     @between_steps
     def state_dict(self) -> dict[str, Any]:
         """Torch's state_dict, with this rank's residuals under "gradwire". It loads on the same rank of the same number
-        of ranks: save one on each. Residuals that a rank keeps for its slice are folded into its own, here and in the
-        running state: this run and a resumed one go on with the same bits."""
-        self._running().settle()
+        of ranks: save one on each. A resumed run goes on with the same bits, and saving changes nothing."""
+        self._adopted()
         return {**super().state_dict(), KEY: self._checkpoint.of_rank()}
 
     @between_steps
@@ -256,9 +257,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
         Raises:
             RuntimeError, ValueError: a rank is in another call, or at another step; or one is gone.
         """
-        reducer = self._running()
-        reducer.settle()
-        session = reducer.session
+        session = self._adopted().session
         session.agree("consolidated_state_dict()", self._steps)
         saved = super().state_dict()
         state = saved["state"] = copy.deepcopy(saved["state"])  # torch's shows the tensors that the next step changes
@@ -283,9 +282,13 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
             ValueError: the checkpoint is of another optimizer, rank, world size, codec or model. Nothing has changed
                 then.
         """
-        reducer, named = self._running(), self._named()
+        self._running()
+        named = self._named()
         if KEY not in state_dict:
-            raise ValueError(f"this is not a checkpoint of {self._owner}: it lacks {KEY!r}")
+            raise ValueError(
+                f"this is not a checkpoint of {self._owner}: it lacks {KEY!r}, which torch.distributed.checkpoint's "
+                "get_optimizer_state_dict() leaves out: save what state_dict() or consolidated_state_dict() returns"
+            )
         saved, vectors = self._checkpoint.read(state_dict[KEY], strict)
         for index, p in named.items():
             found = state_dict["state"].get(int(index), {})
@@ -296,20 +299,50 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
                         f"the checkpoint is of another model: it has {has} as {name} of parameter {index}, whose shape "
                         f"is {tuple(p.shape)}"
                     )
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
-        reducer.settle()
-        for flat in self._buckets:
-            for name, views in flat.views.items():
-                for index, view in zip(flat.names, views, strict=True):
-                    view.copy_(state_dict["state"][int(index)][name])  # torch's own copy has the parameter's dtype
-            self._show(flat)
-        self._feedback.load(vectors)
+        final: dict[str, Any] = {}  # after the pre-hooks of others
+
+        def as_saved(_: Any) -> None:  # torch's copies have the parameter's dtype
+            for index, p in named.items():
+                found = final["state"].get(int(index), {})
+                self.state[p] |= {name: value for name, value in found.items() if name in self.kept}
+
+        handles = [
+            self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded)),
+            self.register_load_state_dict_post_hook(as_saved, prepend=True),
+        ]
+        try:
+            super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._adopted()
+        self._follow(saved, vectors)
+
+    def _follow(self, saved: Mapping[str, Any], vectors: Vectors | None) -> None:
+        """Go on from a checkpoint's step and seed, and from residuals if there are any."""
+        if vectors is not None:
+            self._checkpoint.load(saved, vectors)
         self._steps, self._options.seed = saved["step"], saved["seed"]
-        reducer.forget(self._options.seed, (flat.bucket for flat in self._buckets))
+        self._mean_step = self._steps if vectors is not None and MEAN in saved["residuals"] else None
+        self._running().forget(self._options.seed, (flat.bucket for flat in self._buckets))
+
+    def shared(self) -> dict[str, Any]:
+        """The part of a checkpoint that the other ranks get from `hvd.broadcast_optimizer_state`, besides `state`.
+        Residuals are a rank's own, but means that have just been loaded are everybody's."""
+        self._adopted()
+        means = self._feedback.everything() if self._mean_step == self._steps else {}
+        return self._checkpoint.export(MEAN, means)
+
+    def follow_broadcast(self, shared: Mapping[str, Any]) -> None:
+        """Take over `shared` of the root; the root does so too, as ranks compare how often they have loaded."""
+        self._adopted()
+        saved, vectors = self._checkpoint.read(shared, True)
+        self._follow(saved, vectors if any(vectors.values()) else None)
 
     @property
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint(self._owner, self._options, self._feedback, self._named(), self._ranks, self._steps)
+        named = self._named()
+        return Checkpoint(self._owner, self._options, self._feedback, named, self._ranks, self._steps, zeros=named)
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -342,14 +375,49 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
         begun = [p for flat in buckets for p in flat.parameters]
         self._trained |= {id(p) for p in begun}
         pieces.broadcast(self._running().session.group, self._buckets[0].exchanged.device, begun)
-        for flat in buckets:
-            self._show(flat)
+        self._adopt()
         self._replicas = None
 
-    def _show(self, flat: FlatState) -> None:
-        """Set `state` to views of the bucket's tensors."""
-        for place, p in enumerate(flat.parameters):
-            self.state[p] = {name: views[place] for name, views in flat.views.items()}
+    def _adopt(self) -> str | None:
+        """Make `state` show the buckets' tensors, with the values of whatever has been put there instead: scripts,
+        trainers and broadcasts replace a state's tensors. What is missing is zero, as in a fresh optimizer.
+
+        Returns the error message if a value does not fit, else None; nothing has changed then.
+        """
+        replaced = [(flat, *found) for flat in self._buckets for found in flat.replaced(self.state)]
+        if not replaced:
+            return None
+        own = {flat.untyped_storage().data_ptr() for bucket in self._buckets for flat in bucket.flat.values()}
+        taken: list[Tensor | None] = []
+        for flat, place, name, found in replaced:
+            p = flat.parameters[place]
+            try:
+                values = None if found is None else torch.as_tensor(found).detach()
+            except Exception:  # of something that is no number
+                values = torch.empty(0, device="meta")
+            if values is not None and (values.shape != p.shape or values.is_meta):
+                has = f"a tensor of shape {tuple(values.shape)}" if isinstance(found, Tensor) else repr(found)
+                return (
+                    f"state[parameter {flat.names[place]}][{name!r}] has been replaced by {has}, where {self._owner} "
+                    f"keeps one of shape {tuple(p.shape)}"
+                )
+            # It may show another parameter's part, which is about to change.
+            shared = values is not None and values.untyped_storage().data_ptr() in own
+            taken.append(values.clone() if shared and values is not None else values)
+        for (flat, place, name, _), values in zip(replaced, taken, strict=True):
+            flat.take(place, name, values)
+            p = flat.parameters[place]
+            self.state[p] = {**self.state.get(p, {}), name: flat.views[name][place]}
+        return None
+
+    def _adopted(self) -> Reducer:
+        """The reducer, with `state` as of now. Raises ValueError if a value there does not fit."""
+        reducer = self._running()
+        reducer.settle()
+        problem = self._adopt()
+        if problem is not None:
+            raise ValueError(problem)
+        return reducer
 
     # -- what must be right --------------------------------------------------------------------------------------------
 

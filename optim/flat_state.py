@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..hooks.core.bucket import Bucket
 from ..hooks.local_sgd.outer_sgd import layout_of
+
+NOTHING: Mapping[str, Any] = {}
 
 
 class FlatState:
@@ -24,6 +27,7 @@ class FlatState:
     Attributes:
         flat, views: the bucket's tensor and each parameter's part in its shape, by name of a state.
         exchanged: flat float32, the tensor that ranks exchange, where that is none of the state.
+        divisor_of: `OneBitAdam`'s: the version of the variance, and eps, from which `exchanged` has been made.
     """
 
     def __init__(
@@ -34,13 +38,30 @@ class FlatState:
         numel = sum(p.numel() for p in self.parameters)
         self.flat = {name: torch.zeros(numel, dtype=dtype, device=device) for name, dtype in state.items()}
         self.views = {name: self.parts(flat) for name, flat in self.flat.items()}
+        self._addresses = {name: [view.data_ptr() for view in views] for name, views in self.views.items()}
         self.exchanged = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.divisor_of: tuple[int, float] | None = None
         self.exchanged_views = self.parts(self.exchanged)
         self.bucket = Bucket(index, list[Tensor](self.parameters), self._layout, frozenset(), self.exchanged)
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of a flat tensor, in the parameter's shape."""
         return [slot.view(flat) for slot in self._layout]
+
+    def replaced(self, state: Mapping[Tensor, Mapping[str, Any]]) -> Iterator[tuple[int, str, Any]]:
+        """Where an optimizer's `state` shows something else than the bucket's tensors: place, name, and what it shows
+        there, None if nothing."""
+        for place, p in enumerate(self.parameters):
+            shown = state.get(p, NOTHING)
+            for name, views in self.views.items():
+                found = shown.get(name)
+                if found is not views[place] or found.data_ptr() != self._addresses[name][place]:
+                    yield place, name, found
+
+    def take(self, place: int, name: str, values: Tensor | None) -> None:
+        """Set a parameter's part of a state's tensor, to zero if `values` is None, and make its view anew."""
+        view = self.views[name][place] = self._layout[place].view(self.flat[name])
+        view.zero_() if values is None else view.copy_(values)
 
     def add_gradients(self, views: Sequence[Tensor], share: float) -> None:
         """views += share · gradients; that of a parameter without one is zero."""

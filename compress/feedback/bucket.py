@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -72,13 +73,27 @@ class BucketFeedback(FeedbackState):
     Args:
         keep_previous: whether to keep a copy for `rollback`.
         layout: in which the vectors hold parameters.
+        owned: what `unfolded` gave; `vectors` have the rank's own residuals.
     """
 
-    def __init__(self, strategy: Feedback, vectors: Mapping[str, Vector], keep_previous: bool, layout: Layout) -> None:
+    def __init__(
+        self,
+        strategy: Feedback,
+        vectors: Mapping[str, Vector],
+        keep_previous: bool,
+        layout: Layout,
+        owned: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         super().__init__(strategy, vectors)
         self.layout = layout
         self.snapshots = keep_previous
         self._owned: list[ServerResidual] = []
+        for where, (_, kept) in owned.items():
+            start, weight = map(int, where.split())
+            part = ServerResidual.empty(self.held[RESIDUAL], (start, len(kept), weight))
+            with part.kept.open():
+                part.kept[RESIDUAL].copy_(kept)
+            self._owned.append(part)
         self._saved: _Saved | None = None
         #: How many parameters have their place here.
         self.count = 0
@@ -189,6 +204,15 @@ class BucketFeedback(FeedbackState):
     def whole(self, vector: str) -> Tensor:
         """A vector as it is now, with all that is owned folded in; not to be changed."""
         return _folded(self.held[vector], self._owned if vector == RESIDUAL else [])
+
+    def unfolded(self) -> dict[str, Tensor]:
+        """Copies of the own residual and that of each slice that is owned, float32 [2, length], by start and weight."""
+        own = self.read(RESIDUAL) if self._owned else None
+        found = {}
+        for part in self._owned if own is not None else ():
+            start, length, weight = part.where
+            found[f"{start} {weight}"] = torch.stack([own[start : start + length], wide(part.residual)])
+        return found
 
     def before(self, vector: str) -> Tensor:
         """A vector as `rollback` would leave it, with all that is owned folded in; not to be changed. Requires

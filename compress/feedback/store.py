@@ -7,7 +7,9 @@ the new layout gathers what the old ones hold; nothing depends on a bucket's ind
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,6 +19,10 @@ from ..formats.layout import Layout, Slot, layout_numel
 from .base import RESIDUAL, Feedback, Vector, total_dropped
 from .bucket import BucketFeedback
 from .residual import Residual
+
+#: What owners of slices keep, by the layout's fingerprint and by the slice's start and weight: float32 [2, length], the
+#: owner's own residual there, and that of the slice.
+Owned = Mapping[str, Mapping[str, Tensor]]
 
 
 class FeedbackStore:
@@ -39,6 +45,7 @@ class FeedbackStore:
         self._places: dict[str, tuple[BucketFeedback, Slot]] = {}
         # What no layout has asked for yet, by vector and parameter: just loaded.
         self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._waiting_owned: dict[str, dict[str, Tensor]] = {}
         self._dropped_l1: float | Tensor = 0.0  # in layouts that are gone
         self.version = 0
 
@@ -128,7 +135,7 @@ class FeedbackStore:
         """
         for memory in self._memories.values():
             memory.rescale(factor)
-        for waiting in self._waiting.values():
+        for waiting in (*self._waiting.values(), *self._waiting_owned.values()):
             for name, tensor in waiting.items():
                 here = tensor.to(factor.device) if isinstance(factor, Tensor) else tensor
                 waiting[name] = here * factor
@@ -137,6 +144,7 @@ class FeedbackStore:
 
     def fold(self) -> None:
         """Add what slices' owners keep to their own residuals, and empty it. Changes no mean over ranks."""
+        self._waiting_owned = {}
         for memory in self._memories.values():
             memory.fold()
 
@@ -157,8 +165,14 @@ class FeedbackStore:
         """`by_name` of every vector."""
         return {vector: self.by_name(vector) for vector in self.strategy.state_names}
 
-    def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace everything by copies of what `everything` gave.
+    def owned(self) -> Owned:
+        """Copies of what owners of slices keep, which `everything` has folded in: with it, state that comes to lie in
+        an equal layout goes on with the same bits."""
+        now = {fingerprint(layout): memory.unfolded() for layout, memory in self._memories.items()}
+        return self._waiting_owned | {layout: parts for layout, parts in now.items() if parts}
+
+    def load(self, saved: Mapping[str, Mapping[str, Tensor]], owned: Owned = MappingProxyType({})) -> None:
+        """Replace everything by copies of what `everything` and `owned` gave.
 
         Raises:
             ValueError: the strategy keeps no such vector. Nothing has changed then.
@@ -174,6 +188,10 @@ class FeedbackStore:
         self._waiting = {
             vector: {name: tensor.detach().float().clone() for name, tensor in found.items()}
             for vector, found in saved.items()
+        }
+        self._waiting_owned = {
+            layout: {where: part.detach().float().clone() for where, part in parts.items()}
+            for layout, parts in owned.items()
         }
 
     def __getstate__(self) -> dict[str, object]:
@@ -194,6 +212,7 @@ class FeedbackStore:
         undoable = [old for old in olds if old.can_roll_back]
         for old in olds:
             old.fold()
+        apart = self._waiting_owned.pop(fingerprint(layout), {}) if self._waiting_owned and not olds else {}
         saved: dict[str, Vector] = {}
         vectors: dict[str, Vector] = {}
         for vector in self.strategy.state_names:
@@ -201,12 +220,14 @@ class FeedbackStore:
             now = {old: old.read(vector) for old in olds}
             target = torch.zeros(numel, dtype=torch.float32, device=device)
             self._fill(target, vector, layout, now)
+            for where, (own, _) in apart.items() if vector == RESIDUAL else ():
+                target[int(where.split()[0]) :][: len(own)] = own
             vectors[vector] = self._kept_as(vector, target)
             if before:
                 target = target.clone()
                 self._fill(target, vector, layout, before)
                 saved[vector] = self._kept_as(vector, target)
-        memory = BucketFeedback(self.strategy, vectors, self._keep_previous, layout)
+        memory = BucketFeedback(self.strategy, vectors, self._keep_previous, layout, apart)
         self.version += 1
         if saved:
             memory.can_go_back_to(saved)
@@ -256,3 +277,8 @@ class FeedbackStore:
     def _drop(self, memory: BucketFeedback) -> None:
         self.version += 1
         self._dropped_l1 += total_dropped([self._memories.pop(memory.layout)])
+
+
+def fingerprint(layout: Layout) -> str:
+    """Equal for equal layouts, in any process."""
+    return hashlib.sha256(repr([(s.name, s.start, s.shape, s.stride) for s in layout]).encode()).hexdigest()[:16]

@@ -28,6 +28,8 @@ from .session import Session
 FORMAT = 2
 #: The key of residuals that are the mean over the ranks.
 MEAN = "mean"
+#: The key of `FeedbackStore.owned`, by rank.
+OWNED = "owned"
 
 PACKAGE = Path(__file__).parents[2]
 #: Remedy for a checkpoint that is refused.
@@ -79,13 +81,18 @@ class Checkpoint:
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def of_rank(self) -> dict[str, Any]:
-        """This rank's part."""
-        self.feedback.fold()
-        return self.export(self.key, self.feedback.everything())
+        """This rank's part; nothing changes. Besides residuals, in which all is folded, it has what owners of slices
+        keep apart: not even a rounding differs where layouts are the same after loading."""
+        saved = self.export(self.key, self.feedback.everything())
+        owned = self.feedback.owned() if self.key != MEAN else {}
+        return {**saved, OWNED: {self.key: owned}} if owned else saved
+
+    def load(self, saved: Mapping[str, Any], vectors: Vectors) -> None:
+        """Let the owner's residuals be what `read` returned."""
+        self.feedback.load(vectors, saved.get(OWNED, {}).get(self.key, {}) if any(vectors.values()) else {})
 
     def second_pass(self, session: Session) -> dict[str, Any]:
         """The mean of the residuals over the ranks, equal on all. A collective."""
-        self.feedback.fold()
         return self.export(MEAN, self.means(session, self.feedback.everything()))
 
     def means(self, session: Session, vectors: Vectors) -> Vectors:

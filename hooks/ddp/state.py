@@ -285,10 +285,9 @@ class State(Counted):
         `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank, or let
         `torch.distributed.checkpoint` save them all.
 
-        Residuals that an owner keeps for all ranks are folded into its own, here and in the running state. Training
-        that goes on and training that loads then give the same, with two exceptions: DDP has other buckets in its
-        first step, and `"factors"` begins its approximation anew (`PowerSGD`). Parameters that may have a residual,
-        but have none yet, have zeros.
+        Saving changes nothing. Training that goes on and training that loads give the same, with two exceptions: DDP
+        has other buckets in its first step, and `"factors"` begins its approximation anew (`PowerSGD`). Parameters that
+        may have a residual, but have none yet, have zeros.
 
         Raises:
             RuntimeError: the state has no model yet, and nothing was loaded into it. Or a step is under way: a backward
@@ -340,7 +339,7 @@ class State(Counted):
         with torch.inference_mode(False):
             saved, vectors = self._checkpoint.read(state_dict, strict)
             self._idle()
-            self._feedback.load(vectors)
+            self._checkpoint.load(saved, vectors)
             self._step = self._resumed = saved["step"]
             self._scaler_sync.loaded(saved["scale"])
             self._options = replace(self._options, seed=saved["seed"])  # a `bind` that fails takes it back

@@ -198,10 +198,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     counts = [len(group["params"]) for group in optimizer.param_groups]
     state: CompressionState | None = getattr(optimizer, "_compression_state", None)  # of a DistributedOptimizer
     own = None if state is None or not is_root else checkpoint.shared(state)
+    more: dict[str, Any] = {"gradwire": own}
+    exchanges: Any = optimizer if hasattr(optimizer, "follow_broadcast") else None  # of gradwire.optim
     memories: list[Tensor] = []
 
     def described() -> Tensor:
-        data, places, found = taken_apart(optimizer, gradwire=own)
+        more["exchanges"] = exchanges and exchanges.shared()
+        data, places, found = taken_apart(optimizer, **more)
         memories.extend(found)
         shared = None if own is None else {**own, "residuals": own["residuals"] and {}, "vectors": {}}
         return _to_bytes((counts, shared, data, places))
@@ -220,6 +223,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         memories = [place.make(parameters_of(optimizer)) for place in places]
     broadcast_parameters([(f"optimizer.{i}", t) for i, t in enumerate(memories) if t.numel()], root_rank)
     if not is_root:
-        compression = put_together(optimizer, data, places, memories)["gradwire"]
+        more = put_together(optimizer, data, places, memories)
         if state is not None:
-            checkpoint.follow_broadcast(state, compression)
+            checkpoint.follow_broadcast(state, more["gradwire"])
+    if exchanges is not None:
+        exchanges.follow_broadcast(more["exchanges"])

@@ -347,8 +347,7 @@ class _Distributed(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer's; with a codec, also what this rank's compression has left out. An optimizer that knows
         nothing of that can load it. To go on exactly, save one for each rank; `PowerSGD` by "factors" goes on with
-        nothing lost, but with other bits. Residuals that a rank keeps for its slice are folded into its own, here and
-        in the running state."""
+        nothing lost, but with other bits. Saving changes nothing."""
         state = super().state_dict()
         if self._reducer.state is not None:
             here = world()
@@ -365,6 +364,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._reducer.state is None:
             return state
         own = state[ENTRY]
+        own.pop("owned", None)
         if self._reducer.takes_part():
             self._take_in()
             self._reducer.average_state(own)

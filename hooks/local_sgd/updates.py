@@ -389,7 +389,7 @@ class LocalUpdates(Counted):
         saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in REPLICATED_KEYS}}
         check_saved(saved, self._parameters, self._all())
         runner.finish()
-        self._feedback.load(vectors)
+        self._checkpoint.load(saved, vectors)
         self._options.seed, self._moved = saved["seed"], bool(saved["moved"])
         progress = Progress(saved["local_steps"], saved["counted_steps"])
         runner.load(saved["step"], progress, restore(self._all(), saved))

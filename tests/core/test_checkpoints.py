@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from fsdp_drawn import mesh_of
 from gradwire import (
     QSGD,
+    Codec,
     CompressState,
     Identity,
     LocalUpdates,
@@ -28,6 +30,7 @@ from lacking import needs_hook
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from training import Ledger, batch, digest, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
@@ -157,6 +160,74 @@ def test_checkpoints_of_version_0_1_load(ranks: Ranks) -> None:
         assert results == [True, True]
         assert error < 1e-5
         assert "rank 5 of 8" in text
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def under_horovod(codec: Codec, **options: Any) -> tuple[nn.Module, Any]:
+    hvd.init()
+    model = perceptron()
+    compression = hvd.Compression.codec(codec, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+
+
+def ends(rank: int, front: str, codec: Codec, options: dict[str, Any], saves: Collection[int]) -> str:
+    """Of eight steps, which a checkpoint follows where `saves` says so."""
+    state: Any
+    if front == "horovod":
+        model, state = under_horovod(codec, error_feedback=options.get("error_feedback", True))
+    elif front == "ddp":
+        model, state = wrap(perceptron(), codec, **options)
+    elif front == "fsdp":
+        model = perceptron()
+        for module in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):  # type: ignore[attr-defined]
+            fully_shard(module, mesh=mesh_of((2, 1))["shard"])
+        state = compress_fsdp(model, codec, mesh=mesh_of((2, 1))["replicate"], **options)
+    else:
+        model = perceptron()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.0, 0.99))
+        state = LocalUpdates(model, inner, codec, every=2, **options)
+    if front != "horovod":
+        optimizer = inner if front == "local" else torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.0, 0.99))
+    else:
+        optimizer = state
+    for step in range(8):
+        optimizer.zero_grad()
+        model(batch(rank, step, model)).square().mean().backward()
+        optimizer.step()
+        if front == "local":
+            state.step()
+        if step in saves:
+            state.state_dict()
+            if front in ("ddp", "horovod"):  # that of `LocalUpdates` ends a round
+                state.consolidated_state_dict()
+    if front == "local":
+        state.synchronise()
+    if front != "horovod":
+        state.close()
+    return digest(p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+
+
+TWO_PASS = {"exchange": "two_pass"}
+
+
+@pytest.mark.parametrize(
+    ("front", "codec", "options"),
+    [
+        ("ddp", OneBit(block=256), {**TWO_PASS, "error_feedback": Residual(0.9, torch.int8)}),
+        ("ddp", OneBit(), {**TWO_PASS, "error_feedback": Tracking()}),
+        pytest.param("fsdp", OneBit(), TWO_PASS, marks=needs_hook),
+        ("local", OneBit(), TWO_PASS),
+        ("horovod", OneBit(), {}),
+        ("horovod", TopK(0.1), {}),
+    ],
+    ids=str,
+)
+def test_a_save_changes_no_bit(ranks: Ranks, front: str, codec: Codec, options: dict[str, Any]) -> None:
+    never, twice = (ranks(2).run(ends, front, codec, options, saves) for saves in ((), (1, 4)))
+    assert never == twice
 
 
 # -- residuals that nothing would send any more ------------------------------------------------------------------------

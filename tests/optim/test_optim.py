@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 import torch.distributed as dist
@@ -275,8 +276,15 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def resumed(rank: int, name: str) -> tuple[bool, str]:
-    """Stopped after step 4 and gone on with, by another optimizer, against one that is saved and never stopped."""
+    """Stopped after step 4 and gone on with, by another optimizer, against one that is saved and never stopped, and one
+    that is not saved either."""
     make, options = MAKERS[name]
+    made = parameters()
+    unsaved: Any = make(made, **options)
+    for _ in walk(rank, made, range(8)):
+        unsaved.step()
+    unsaved.close()
+    never = digest(made)
     made = parameters()
     optimizer: Any = make(made, **options)
     for step in walk(rank, made, range(8)):
@@ -285,6 +293,8 @@ def resumed(rank: int, name: str) -> tuple[bool, str]:
             file = io.BytesIO()
             values = [p.detach().clone() for p in made]
             torch.save(optimizer.state_dict(), file)
+            optimizer.consolidated_state_dict()
+    assert digest(made) == never
     file.seek(0)
     again = parameters()
     other: Any = make(again, **options)
@@ -724,3 +734,181 @@ def test_later_steps_leave_a_consolidated_checkpoint_alone(rank: int) -> None:
     step(1)
     optimizer.close()
     assert all(torch.equal(saved["state"][i][name], x) for i, found in before.items() for name, x in found.items())
+
+
+# -- state that scripts, trainers and broadcasts replace ---------------------------------------------------------------
+
+#: Of each parameter, by the name of a state.
+Values = list[dict[str, Tensor]]
+
+
+def alike() -> list[nn.Parameter]:
+    """Two of one shape, one in bfloat16, one in channels_last."""
+    generator = torch.Generator().manual_seed(5)
+    made = [nn.Parameter(torch.randn(s, generator=generator)) for s in [(5, 7), (5, 7), (300,), (4, 3, 5, 5)]]
+    made[2].data = made[2].data.bfloat16()
+    made[3].data = made[3].data.to(memory_format=torch.channels_last)
+    return made
+
+
+def drawn(optimizer: Any, seed: int) -> Values:
+    """Other values for all of a state, equal on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    every = [torch.rand((4, *p.shape), generator=generator) for p in optimizer.param_groups[0]["params"]]
+    return [{name: x[n].to(dtype) for n, (name, dtype) in enumerate(optimizer.kept.items())} for x in every]
+
+
+def states(optimizer: Any) -> list[dict[str, Any]]:
+    return [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
+
+
+def by_item(optimizer: Any, values: Values) -> None:
+    for state, of in zip(states(optimizer), values, strict=True):
+        for name, value in of.items():
+            state[name] = value.clone()
+
+
+def by_dict(optimizer: Any, values: Values) -> None:
+    """As trainers do that move a state to a device."""
+    for p, of in zip(optimizer.param_groups[0]["params"], values, strict=True):
+        optimizer.state[p] = {name: value.clone() for name, value in of.items()}
+
+
+def by_exchange(optimizer: Any, values: Values) -> None:
+    """Two parameters get the views of one another."""
+    in_place(optimizer, [values[1], values[0], *values[2:]])
+    first, second, *_ = optimizer.param_groups[0]["params"]
+    optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+
+
+def in_place(optimizer: Any, values: Values) -> None:
+    for state, of in zip(states(optimizer), values, strict=True):
+        for name, value in of.items():
+            state[name].copy_(value)
+
+
+def by_data(optimizer: Any, values: Values) -> None:
+    for state, of in zip(states(optimizer), values, strict=True):
+        for name, value in of.items():
+            state[name].data = value.clone()
+
+
+def by_load(optimizer: Any, values: Values) -> None:
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(values))})
+
+
+def by_pre_hook(optimizer: Any, values: Values) -> None:
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, saved: {**saved, "state": dict(enumerate(values))})
+    optimizer.load_state_dict(optimizer.state_dict())
+    handle.remove()
+
+
+def by_broadcast(optimizer: Any, values: Values) -> None:
+    hvd.init()
+    by_item(optimizer, values if hvd.rank() == 0 else drawn(optimizer, 8))
+    hvd.broadcast_optimizer_state(optimizer, 0)
+
+
+def by_elastic_state(optimizer: Any, values: Values) -> None:
+    hvd.init()
+    by_item(optimizer, values if hvd.rank() == 0 else drawn(optimizer, 8))
+    state: Any = hvd.elastic.TorchState(optimizer=optimizer)
+    state.sync()
+    by_item(optimizer, drawn(optimizer, 9))
+    state.restore()
+
+
+WAYS = [by_load, by_item, by_dict, by_exchange, in_place, by_data, by_pre_hook, by_broadcast, by_elastic_state]
+
+
+@pytest.mark.parametrize("kind", ["adam", "lion"])
+@on_ranks(2)
+def test_state_that_is_replaced_is_the_state_that_is_used(rank: int, kind: str) -> list[str]:
+    """However it is replaced, what the optimizer shows is what it uses: bits are those after `load_state_dict`."""
+    found = []
+    for way in WAYS:
+        made = alike()
+        optimizer: Any = OneBitAdam(made, lr=0.01, warmup_steps=2) if kind == "adam" else DistributedLion(made, lr=0.01)
+        for _ in walk(rank, made, range(3)):
+            optimizer.step()
+        values = drawn(optimizer, 7)
+        way(optimizer, values)
+        optimizer.state[made[0]]["note"] = "kept"
+        for show in (states, lambda shown: shown.state_dict()["state"], states):
+            shown = show(optimizer)
+            assert all(torch.equal(shown[i][n], x) for i, of in enumerate(values) for n, x in of.items()), way
+        for _ in walk(rank, made, range(3, 6)):
+            optimizer.step()
+        saved = optimizer.consolidated_state_dict()
+        assert saved["state"][0].pop("note") == optimizer.state[made[0]].pop("note") == "kept"
+        found.append(digest([*made, *(x for of in saved["state"].values() for x in of.values())]))
+        optimizer.state[made[1]]["exp_avg"] = torch.ones(3)
+        with pytest.raises(RuntimeError, match=r"state\[parameter 1\]\['exp_avg'\] has been replaced by a tensor of"):
+            optimizer.step()
+        optimizer.close()
+    assert [way.__name__ for way, bits in zip(WAYS, found, strict=True) if bits != found[0]] == []
+    return found
+
+
+@pytest.mark.parametrize("kind", ["adam", "lion"])
+@on_ranks(2)
+def test_a_broadcast_brings_the_step_and_the_mean_residuals(rank: int, kind: str) -> str:
+    """One rank loads a consolidated checkpoint, and the others get it from there."""
+    hvd.init()
+    bits = []
+    for loads in ({0, 1}, {0}):
+        made = alike()
+        first: Any = OneBitAdam(made, lr=0.01, warmup_steps=2) if kind == "adam" else DistributedLion(made, lr=0.01)
+        for _ in walk(rank, made, range(4)):
+            first.step()
+        saved = first.consolidated_state_dict()
+        optimizer = OneBitAdam(made, warmup_steps=2, seed=4) if kind == "adam" else DistributedLion(made, seed=4)
+        if rank in loads:
+            optimizer.load_state_dict(saved)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        for _ in walk(rank, made, range(4, 7)):
+            optimizer.step()
+        bits.append(digest(made))
+        first.close()
+        optimizer.close()
+    assert bits[0] == bits[1]
+    return bits[0]
+
+
+@on_ranks(2)
+def test_a_fresh_optimizer_shows_what_may_be_filled(rank: int) -> None:
+    """`torch.distributed.checkpoint` fills only what it is shown."""
+    optimizer: Any = OneBitAdam(alike(), warmup_steps=2)
+    assert len(residuals_of(optimizer.state_dict()["gradwire"])) == 4
+    optimizer.close()
+
+
+@on_ranks(2)
+def test_a_frozen_variance_follows_eps_and_what_is_written(rank: int) -> str:
+    """After the warm-up, too; and a state that is cleared is a fresh one."""
+    bits = []
+    for late in (True, False):
+        made = alike()
+        optimizer: Any = OneBitAdam(made, lr=0.01, warmup_steps=2)
+        for step in walk(rank, made, range(5)):
+            if step == (3 if late else 2):
+                optimizer.param_groups[0]["eps"] = 0.5
+                for state in states(optimizer):
+                    state["exp_avg_sq"].fill_(4.0)
+                    state["exp_avg"].zero_()
+            if step != 2 or not late:
+                optimizer.step()
+            else:
+                before = [p.detach().clone() for p in made]
+                optimizer.step()
+                optimizer._feedback.load({})
+                for p, value in zip(made, before, strict=True):
+                    p.data.copy_(value)
+        bits.append(digest(made))
+        optimizer.state.clear()
+        optimizer.step()
+        with pytest.warns(UserWarning, match="4 parameters"):
+            optimizer.step()
+        assert bits[-1] == digest(made)
+        optimizer.close()
+    return bits[0]

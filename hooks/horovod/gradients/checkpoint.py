@@ -21,7 +21,7 @@ def vectors_of(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 def without_vectors(state: Mapping[str, Any]) -> dict[str, Any]:
     """A `state_dict` with counters alone."""
-    return {**{key: value for key, value in state.items() if key != "vectors"}, "residuals": {}}
+    return {**{key: value for key, value in state.items() if key not in ("vectors", "owned")}, "residuals": {}}
 
 
 def check_residuals(residuals: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -88,6 +88,7 @@ def shared(state: CompressionState) -> dict[str, Any]:
     """
     here = world()
     own = state.state_dict(here.rank, here.size)
+    own.pop("owned", None)
     return own if state.consolidated else {**without_vectors(own), "residuals": None}
 
 

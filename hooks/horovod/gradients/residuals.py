@@ -156,11 +156,8 @@ class CompressionState:
         self.applied_counts = list(applied_counts)
 
     def state_dict(self, rank: int, size: int) -> dict[str, Any]:
-        """Everything that this rank needs to go on: tensors, numbers and strings only.
-
-        Folds residuals of the slices that this rank owns into its own.
-        """
-        self.feedback.fold()
+        """Everything that this rank needs to go on: tensors, numbers and strings only. What owners of slices
+        keep is folded into residuals, and there apart, too."""
         vectors = self.feedback.everything()
         return {
             "rank": rank,
@@ -170,11 +167,13 @@ class CompressionState:
             "scale": self._scale,
             "residuals": vectors.pop(RESIDUAL, {}),
             **({"vectors": vectors} if vectors else {}),
+            **({"owned": owned} if (owned := self.feedback.owned()) else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        self.feedback.load({RESIDUAL: state["residuals"], **state.get("vectors", {})})
+        vectors = {RESIDUAL: state["residuals"], **state.get("vectors", {})}
+        self.feedback.load(vectors, state.get("owned", {}))
         self._steps = dict(state["steps"])
         self._scale = state["scale"] or 1.0
         self.consolidated = state["rank"] == -1
