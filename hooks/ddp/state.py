@@ -227,7 +227,7 @@ class State(Counted):
             self.__dict__.update(before)
             raise
         self._loaded = self._scaler = None
-        expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
+        expect_optimizer(self, self._parameters.values(), type(self)._check_optimizer)
         return reducer
 
     def _begin_anew(self) -> None:

@@ -28,7 +28,6 @@ from ..core.step import Step
 from ..training.autograd_end import AtEnd, in_backward, raise_at_end, waited
 from ..training.grad_scaler import LossScale, ScalerSync
 from ..training.optimizer_checks import expect_optimizer
-from ..training.weak_method import weakly
 from . import gloo_reduce_scatter as direct
 from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
@@ -137,7 +136,7 @@ class FSDPState(Counted):
             shards.watch()
         direct.install(self._shards)
         self._by_hand = ByHand(model, lambda: self._ended(self._open), lambda: self._discard(self._open))
-        expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
+        expect_optimizer(self, self._parameters.values(), type(self)._check_optimizer)
 
     def __repr__(self) -> str:
         shards = f"{len(self._parameters)} parameters' shards"

@@ -27,7 +27,6 @@ from ..core.session import Session
 from ..core.statistics import Counted, Statistics
 from ..training.autograd_end import AtEnd, in_backward
 from ..training.optimizer_checks import expect_optimizer
-from ..training.weak_method import weakly
 from .arithmetic import divide_factor, post_divide
 from .checkpoint import ShardedCheckpoint
 from .manual import ByHand
@@ -94,7 +93,7 @@ class ScatterState(Counted):
         self._stream: torch.cuda.Stream | None = None
         self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps with such records
         self._unequal = _Unequal(device)
-        expect_optimizer(self._parameters.values(), weakly(self._check_optimizer))
+        expect_optimizer(self, self._parameters.values(), type(self)._check_optimizer)
 
     def __repr__(self) -> str:
         return f"<ScatterState of {len(self._parameters)} parameters: {self._options.codec_text}, step {self._step}>"

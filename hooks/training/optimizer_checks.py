@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +15,8 @@ from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternar
 from ...compress.feedback.base import betas_of
 from ..comm.untraced import untraced
 from .recommend import LESS_MOMENTUM, MOST_MOMENTUM, is_adaptive, orthogonalises, ratio_of, recommend, written
+
+T = TypeVar("T")
 
 
 def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> str | None:
@@ -69,24 +70,20 @@ def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
     return f"For as few bytes{momentum} take {instead} (gradwire.recommend)"
 
 
-@dataclass(eq=False)  # weak references to tensors compare as these do: by element
-class _Waiting:
-    """Parameters whose optimizers have not stepped yet, and the check of these."""
-
-    parameters: list[weakref.ref[nn.Parameter]]
-    check_optimizer: Callable[[torch.optim.Optimizer], None]
-
-
-_waiting: list[_Waiting] = []
+#: By owner: ids of its parameters whose optimizers have not stepped yet, and the check of these. The owner keeps its
+#: parameters alive; a weak reference to one would forbid `torch.utils.swap_tensors`.
+_waiting: weakref.WeakKeyDictionary[Any, tuple[set[int], Callable[[Any, torch.optim.Optimizer], None]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def expect_optimizer(
-    parameters: Iterable[nn.Parameter], check_optimizer: Callable[[torch.optim.Optimizer], None]
+    owner: T, parameters: Iterable[nn.Parameter], check_optimizer: Callable[[T, torch.optim.Optimizer], None]
 ) -> None:
-    """Call `check_optimizer` before the first step of each optimizer of these parameters; and before later steps, as
-    long as it raises."""
+    """Call `check_optimizer(owner, …)` before the first step of each optimizer of these parameters, which the owner
+    holds; and before later steps, as long as it raises. Replaces an earlier call for this owner."""
     _listen()
-    _waiting.append(_Waiting([weakref.ref(parameter) for parameter in parameters], check_optimizer))
+    _waiting[owner] = {id(parameter) for parameter in parameters}, check_optimizer
 
 
 @functools.cache
@@ -100,11 +97,9 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not _waiting:
         return
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for entry in _waiting[:]:
-        alive = [reference for reference in entry.parameters if reference() is not None]
-        others = [reference for reference in alive if id(reference()) not in mine]
-        if len(others) < len(alive):
-            entry.check_optimizer(optimizer)
-        entry.parameters = others
-        if not others:
-            _waiting.remove(entry)
+    for owner, (ids, check_optimizer) in list(_waiting.items()):
+        if not ids.isdisjoint(mine):
+            check_optimizer(owner, optimizer)
+            ids -= mine
+            if not ids:
+                del _waiting[owner]

@@ -359,3 +359,21 @@ def test_a_checkpoint_of_another_strategy_can_be_dropped(
     )
     assert other.startswith("the checkpoint has estimate of parameters, and this state keeps momentum and residual")
     assert more.startswith("the checkpoint has no estimate and no momentum of parameters")
+
+
+@needs_hook
+@pytest.mark.parametrize("scattered", [False, True])
+@on_ranks(2)
+def test_parameters_of_a_sharded_model_can_be_swapped(rank: int, scattered: bool) -> None:
+    """`torch.utils.swap_tensors` refuses what has a weak reference."""
+    mesh = mesh_of((1, 2) if scattered else (2, 1))
+    model = perceptron()
+    fully_shard(model, mesh=mesh["shard"])
+    state: Any = compress_fsdp(model, OneBit(), **({} if scattered else {"mesh": mesh["replicate"]}))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    model(batch(rank, 0, model)).square().mean().backward()
+    state.close()

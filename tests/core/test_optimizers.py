@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -236,14 +237,22 @@ def test_a_state_that_is_closed_says_nothing_of_the_optimizer(rank: int) -> None
     optimizer.step()
 
 
+class Owner:
+    """Expects optimizers of its parameters."""
+
+    def __init__(self, look: Callable[[torch.optim.Optimizer], None], *parameters: nn.Parameter) -> None:
+        self.parameters, self.look = parameters, look
+        expect_optimizer(self, parameters, lambda owner, optimizer: owner.look(optimizer))
+
+
 def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:
     mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     seen: list[torch.optim.Optimizer] = []
     gc.collect()  # other tests' parameters
     before = len(optimizers._waiting)
-    expect_optimizer([mine, mine], seen.append)
-    expect_optimizer([other, mine], seen.append)  # of as many and as long: told apart nevertheless; of two optimizers
-    expect_optimizer([nn.Parameter(torch.ones(2))], lambda _: pytest.fail("none of these is stepped"))
+    owners = [Owner(seen.append, mine, mine), Owner(seen.append, other, mine)]  # told apart; of two optimizers
+    Owner(lambda _: pytest.fail("its parameters are gone"), mine)
+    assert not weakref.getweakrefs(mine), "torch.utils.swap_tensors would refuse it"
     mine.grad, other.grad = torch.ones(2), torch.ones(2)
     own, both = torch.optim.SGD([other], lr=0.1), torch.optim.AdamW([other, mine])
     own.step()
@@ -251,7 +260,8 @@ def test_the_first_step_of_an_optimizer_is_looked_at_once() -> None:
     both.step()
     both.step()
     assert seen == [own, both, both]
-    assert len(optimizers._waiting) <= before, "nor is anything left of parameters that are gone"
+    assert len(optimizers._waiting) <= before, "nor is anything left of owners that are gone"
+    del owners
 
 
 def test_as_long_as_it_is_refused_it_is_looked_at() -> None:
@@ -262,7 +272,7 @@ def test_as_long_as_it_is_refused_it_is_looked_at() -> None:
         if len(asked) < 3:
             raise ValueError("not this one")
 
-    expect_optimizer([mine], refuse)
+    owner = Owner(refuse, mine)
     mine.grad, optimizer = torch.ones(2), torch.optim.SGD([mine], lr=0.5)
     for _ in range(2):
         with pytest.raises(ValueError, match="not this one"):
@@ -271,6 +281,7 @@ def test_as_long_as_it_is_refused_it_is_looked_at() -> None:
     optimizer.step()
     optimizer.step()
     assert len(asked) == 3
+    del owner
 
 
 @pytest.mark.parametrize(
