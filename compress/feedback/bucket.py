@@ -207,9 +207,9 @@ class BucketFeedback(FeedbackState):
 
     def unfolded(self) -> dict[str, Tensor]:
         """Copies of the own residual and that of each slice that is owned, float32 [2, length], by start and weight."""
-        own = self.read(RESIDUAL) if self._owned else None
         found = {}
-        for part in self._owned if own is not None else ():
+        own = self.read(RESIDUAL) if self._owned else torch.empty(0, device="cpu")
+        for part in self._owned:
             start, length, weight = part.where
             found[f"{start} {weight}"] = torch.stack([own[start : start + length], wide(part.residual)])
         return found

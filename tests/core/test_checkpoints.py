@@ -369,7 +369,8 @@ def test_parameters_of_a_sharded_model_can_be_swapped(rank: int, scattered: bool
     mesh = mesh_of((1, 2) if scattered else (2, 1))
     model = perceptron()
     fully_shard(model, mesh=mesh["shard"])
-    state: Any = compress_fsdp(model, OneBit(), **({} if scattered else {"mesh": mesh["replicate"]}))
+    replicate: Any = None if scattered else mesh["replicate"]
+    state = compress_fsdp(model, OneBit(), mesh=replicate)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})

@@ -255,7 +255,9 @@ def test_what_is_handed_out_may_be_the_strategys() -> None:
 
 
 def vectors_of(state: CompressState) -> dict[str, dict[str, torch.Tensor]]:
-    """Of each parameter, the mean over the ranks of all that is kept. A collective."""
+    """Of each parameter, the mean over the ranks of all that is kept. A collective. Owners' residuals become the ranks'
+    own, which a strategy decays."""
+    state._feedback.fold()
     saved = state.consolidated_state_dict()
     found = {RESIDUAL: saved["residuals"], **saved.get("vectors", {})}
     return {
