@@ -121,7 +121,6 @@ learn-lead: {learn} --learning-rates 8e-3 1.6e-2 3.2e-2 6.4e-2 --arms chunked25-
 learn-mask: {learn} --learning-rates 8e-3 --arms topk1-exact-b5 topk1-split-b5 topk1-mask-b5 topk2-mask-b5
 learn-muon: {learn} --optimizer muon --steps 3000 --learning-rates 8e-3 1.6e-2 --arms local3-qsgd4 local5-chunked25
     local5-wide3
-learn-muloco: {learn} --optimizer muon --steps 3000 --seeds 1 --learning-rates 8e-3 1.6e-2 --arms muloco30-2bit
 learn-stages: {learn} --learning-rates 8e-3 --arms stages4-q8 stages4-q8-q4 stages4-q6-q4
 learn-muon-gradients: {learn} --optimizer muon --steps 1000 --seeds 1 --learning-rates 8e-3 --arms chunked25-b5
     powersgd4 wide0.7-b5 tracking95-ternary

@@ -23,11 +23,9 @@ from ...compress import (
     TopK,
     Tracking,
 )
-from ...compress.codecs.sign_vote import Votes
 from ...compress.feedback.base import Feedback
 from ..common.arms import CARRIED, WIDE, label
 from .independent_replicas import RoundSchedule
-from .muloco import StatisticalLevels
 from .stages import StageCodes
 
 FLOAT32 = "float32"
@@ -41,11 +39,9 @@ class LearningArm:
     Attributes:
         codec, exchange, strategy: as of `InProcessRanks`.
         begins: so many steps, to begin with, send 8 bits an element.
-        method: what ranks exchange in the place of gradients, a name of `training.inside`; "": gradients.
         rounds: ranks train models of their own, and exchange differences of parameters; None: gradients.
         momentum: the optimizer's, β1 of AdamW, where the strategy has none. What a residual keeps back arrives late,
             which is a momentum too (Mitliagkas et al. 2016), so that Adam may do with less of its own.
-        nesterov: the kind of Muon's momentum.
         between: a pipeline's stages in the place of ranks, whose micro-batches then are the ranks' batches.
         late: so many steps pass before a mean gradient reaches the optimizer: what being late costs by itself.
     """
@@ -54,10 +50,8 @@ class LearningArm:
     exchange: str = "dense"
     strategy: Feedback | None = None
     begins: int = 0
-    method: str = ""
     rounds: RoundSchedule | None = None
     momentum: float = MOMENTUM
-    nesterov: bool = True
     late: int = 0
     between: StageCodes | None = None
 
@@ -85,10 +79,9 @@ class LearningArm:
         momentum = "" if self.momentum == MOMENTUM else f", momentum {self.momentum:g}"
         if self.plain:
             return FLOAT32 + (f", {self.late} steps late" if self.late else "") + momentum
-        method = {"adam": "1-bit Adam, ", "lion": "Distributed Lion, "}.get(self.method, "")
         rounds = "" if self.rounds is None else f", {self.rounds}"
         codec = label(self.codec).replace("torch.", "")
-        return f"{method}{codec}{how}{rounds}{momentum}" + ("" if self.nesterov else ", heavy ball")
+        return f"{codec}{how}{rounds}{momentum}"
 
     @property
     def has_momentum(self) -> bool:
@@ -102,8 +95,6 @@ class LearningArm:
         return self.strategy, clip
 
 
-#: As published, for two workers and more.
-MULOCO = RoundSchedule(30, outer_lr=0.7, outer_momentum=0.9)
 SMOOTH = Tracking(MOMENTUM, clip=1.0)
 
 
@@ -126,9 +117,6 @@ LEARNED = {
     "tracking95-ternary": LearningArm(Ternary(), "two_pass", Tracking(0.95, clip=1.0)),
     "dgc-topk1": LearningArm(TopK(0.01), "gather", Momentum(MOMENTUM)),
     "dgc-topk9": LearningArm(_top(0.09), "split", Momentum(MOMENTUM, masking=False), begins=75),
-    "onebit-adam": LearningArm(OneBit(), "two_pass", Residual(), method="adam"),
-    "lion": LearningArm(Votes(), "two_pass", method="lion"),
-    "lion-mean": LearningArm(Votes(rule="mean"), "gather", method="lion"),
     "terngrad": LearningArm(TernGrad(), "two_pass"),
     "ternary": LearningArm(Ternary(), "two_pass", Residual()),
     "onebit": LearningArm(OneBit(block=256), "two_pass", Residual()),
@@ -169,7 +157,6 @@ LEARNED = {
     "local3-qsgd4": LearningArm(QSGD(), "two_pass", Residual(), rounds=RoundSchedule(3)),
     "local5-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5)),
     "local5-wide3": LearningArm(ChunkedTopK(k=1000, chunk=32768), "gather", Residual(), rounds=RoundSchedule(5)),
-    "muloco30-2bit": LearningArm(StatisticalLevels(), "two_pass", Residual(decay=0.9), rounds=MULOCO, nesterov=False),
     "local10-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(10)),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),

@@ -18,27 +18,16 @@ from .tasks import Batch, Task
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """The schedule of exchanges, and the step that the mean of all differences makes: arguments of
-    `LocalUpdates`."""
+    """When replicas exchange: after `every` steps. The mean arrives `delay` steps later, and with `carry` what was
+    trained meanwhile is kept: arguments of `LocalUpdates`."""
 
     every: int
-    after: int = 0
-    outer_lr: float = 1.0
-    outer_momentum: float = 0.0
     delay: int = 0
     carry: bool = False
 
     def __str__(self) -> str:
-        outer = f", outer rate {self.outer_lr:g}" if self.outer_lr != 1.0 else ""
-        outer += f", outer momentum {self.outer_momentum:g}" if self.outer_momentum else ""
-        outer += f", after {self.after} steps" if self.after else ""
-        outer += f", delay {self.delay}" if self.delay else ""
-        outer += ", carried" if self.carry else ""
-        return f"every {self.every} steps{outer}"
-
-    def due(self, steps: int) -> bool:
-        """True if ranks exchange after so many steps."""
-        return steps <= self.after or (steps - self.after) % self.every == 0
+        late = f", delay {self.delay}" if self.delay else ""
+        return f"every {self.every} steps{late}" + (", carried" if self.carry else "")
 
 
 class IndependentReplicas:
@@ -63,7 +52,7 @@ class IndependentReplicas:
         self.rounds, self.ranks, self.task = rounds, ranks, task
         self.models = [copy.deepcopy(model) for _ in ranks.memories]
         self.optimizers = [optimizers_of(one) for one in self.models]
-        outer = OuterSGD(rounds.outer_lr, rounds.outer_momentum, device="cpu")
+        outer = OuterSGD(device="cpu")
         self.shared = [
             GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), outer)
             for one in self.models
@@ -81,9 +70,7 @@ class IndependentReplicas:
         self.steps, self.agree = self.steps + 1, False
         if self._due is not None and self.steps >= self._due:
             self._move(self.rounds.carry)
-        if not self.rounds.due(self.steps):
-            return 0
-        return self._round(self.rounds.delay if self.steps > self.rounds.after else 0)
+        return 0 if self.steps % self.rounds.every else self._round(self.rounds.delay)
 
     def synchronise(self) -> int:
         """A round, unless all have the same parameters. Returns the bytes that a rank received."""

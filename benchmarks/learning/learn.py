@@ -31,7 +31,6 @@ from ..common.language_model import update
 from ..common.progress import Progress
 from .arms import FLOAT32, LEARNED, MOMENTUM, LearningArm
 from .independent_replicas import IndependentReplicas
-from .optimizer_methods import OptimizerMethod
 from .ranks import InProcessRanks
 from .search import Runs, best_rate, finite, loss_of, origin, still_needed
 from .stages import train_in_stages
@@ -115,7 +114,7 @@ def optimizers_of(task: Task, model: nn.Module, way: LearningArm) -> list[torch.
     muon = torch.optim.Muon(
         matrices.values(),
         momentum=momentum,
-        nesterov=way.nesterov and momentum > 0.0,
+        nesterov=momentum > 0.0,
         weight_decay=0.01,
         adjust_lr_fn="match_rms_adamw",
     )
@@ -172,7 +171,7 @@ def train_together(
     way: LearningArm, job: Task, model: nn.Module, data: Sequence[Iterator[Batch]], rates: Sequence[float], seed: int
 ) -> tuple[nn.Module, int]:
     """One model for all ranks, whose gradients are exchanged. Returns it, and the bytes that a rank received."""
-    world, steps = len(data), len(rates)
+    world = len(data)
     parameters = list(model.parameters())
     layout = layout_of(model)
     strategy, clip = way.clipped(job.clip, world)
@@ -180,9 +179,7 @@ def train_together(
     if way.begins:
         ranks.use(QSGD(bits=8), "two_pass")
     updates = optimizers_of(job, model, way)
-    inside = OptimizerMethod(way, ranks, world, steps, clip) if way.method else None
     flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
-    values = flatten(parameters, layout) if inside is not None else flats[0]
     arriving: deque[Tensor] = deque(maxlen=way.late + 1)  # too late at the beginning: the first one until then
     received = 0
     for step, rate in enumerate(rates):
@@ -192,10 +189,6 @@ def train_together(
             inputs, targets = next(batches)
             job.loss(model(inputs), targets).backward()
             move(parameters, flat, layout)
-        if inside is not None:
-            inside.move(values, flats, rate)
-            received += ranks.bytes_received
-            continue
         arriving.append(ranks.reduce(flats).clone())
         put(parameters, arriving[0], layout)
         received += ranks.bytes_received
@@ -217,14 +210,6 @@ def move(parameters: Sequence[nn.Parameter], flat: Tensor, layout: Layout) -> No
         assert parameter.grad is not None
         slot.view(flat).copy_(parameter.grad)
         parameter.grad = None
-
-
-def flatten(parameters: Sequence[nn.Parameter], layout: Layout) -> Tensor:
-    """A flat tensor with the values of the parameters, which become views of it."""
-    flat = torch.empty(sum(p.numel() for p in parameters))
-    for parameter, slot in zip(reversed(parameters), layout, strict=True):
-        parameter.data = slot.view(flat).copy_(parameter.detach())
-    return flat
 
 
 def put(parameters: Sequence[nn.Parameter], flat: Tensor, layout: Layout) -> None:
@@ -304,8 +289,8 @@ def table(result: Mapping[str, Any]) -> report.Table:
     caption = "validation loss"
     if seeds > 1:
         caption += f", mean of {seeds} seeds; the last column is paired by seed, with 95 % intervals"
-    if any(LEARNED[one.arm].method or LEARNED[one.arm].rounds for one in found):
-        caption += "; where parameters are exchanged, and in 1-bit Adam and Lion, each rank clips its own gradient"
+    if any(LEARNED[one.arm].rounds for one in found):
+        caption += "; where parameters are exchanged, each rank clips its own gradient"
     if any(LEARNED[one.arm].has_momentum for one in found):
         caption += "; with Tracking and Momentum there is no momentum in the optimizer"
     caption += "\n" + origin(result, result["runs"])
