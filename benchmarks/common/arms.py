@@ -32,14 +32,15 @@ class Hook(NamedTuple):
 
 
 class Floor:
-    """The state of `without_communication`: how many buckets it has seen."""
+    """The state of `without_communication`: how many buckets a step has."""
 
     buckets = 0
 
 
 def without_communication(floor: Floor, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A hook that gives every rank its own gradients back: the floor."""
-    floor.buckets += 1
+    if bucket.is_last():
+        floor.buckets = bucket.index() + 1
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

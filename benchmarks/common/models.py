@@ -30,13 +30,13 @@ def linear_layers(width: int, layers: int) -> nn.Module:
     return nn.Sequential(*modules[:-1])
 
 
-def perceptron(width: int, layers: int, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, the same on every rank, and this rank's input and target."""
+def perceptron(width: int, layers: int, batch: int) -> Built:
+    """Linear layers, the same on every rank, and their loss on this rank's batch."""
     torch.manual_seed(0)
     model = linear_layers(width, layers)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     x, y = (torch.randn(batch, width, generator=generator) for _ in range(2))
-    return model, x, y
+    return model, lambda model: F.mse_loss(model(x), y)
 
 
 def linear() -> Built:

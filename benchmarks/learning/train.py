@@ -18,7 +18,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ from ..common.arguments import add_arms, add_output, expect_counts
 from ..common.arms import BASELINE, DENSE, FLOOR, TRAINED, Arm, Installed
 from ..common.progress import Progress
 from ..links import flags, links
-from ..links.driver import average, document, in_turns, measured, slowest
-from ..steps.step import OPENING
+from ..links.driver import document, measured
+from ..links.turns import FAR_OPENING, OPENING, Trainee, average, means, slowest, take_turns
 from . import summary
 from .search import Runs, best_rate, finite, still_needed
 from .summary import tables
@@ -134,7 +133,7 @@ def measure_world(task: Task, world_size: int, arms: Sequence[str], options: arg
     distant = options.delay is not None
     job = {**common, "arms": list(arms), "timed": options.timed, "warmup": options.warmup, "distant": distant}
     for text in options.rates:
-        steps = (options.warmup + options.timed) * len(arms)
+        steps = options.timed * len(arms)
         with Progress(f"{task.name}, {world_size} ranks, {text}", steps) as progress:
             on, timed = measured(options, text, time_steps, job, world_size, follow=follower(progress))
         steps_of_all = together(timed, average if distant else slowest)
@@ -234,55 +233,37 @@ def prepared(task: Task, arm: Arm, seed: int) -> tuple[Installed, torch.optim.Op
     return installed, optimizer, task.batches(seed, dist.get_rank(), dist.get_world_size())
 
 
+def trainee(task: Task, arm: Arm, step: int) -> Trainee:
+    """An arm's steps, at the learning rate of one of them."""
+    installed, optimizer, data = prepared(task, arm, seed=0)
+    return Trainee(installed, lambda: task.train_step(installed.model, optimizer, step, next(data)))
+
+
 def time_steps(
     task: str, optimizer: str, steps: int, arms: Sequence[str], timed: int, warmup: int, distant: bool
 ) -> dict[str, dict[str, Any]]:
     """Every rank's part on links: time steps of every arm, in turns. Returns seconds and what the arm decided.
 
     Where parameters are exchanged every few steps, a turn is as many, which share its time; the last one has the round,
-    and the others tell what a step takes without. With a delay, as many go before, so that what arrives in a turn is
-    under way when it begins, and the first ones do not tell.
+    and the others tell what a step takes without. With a delay, what arrives in a turn is under way when it begins, and
+    the first ones do not tell.
 
     Args:
         distant: whether links have a distance, where a barrier would leave ranks up to one way apart.
     """
     job = resolve(task, optimizer, steps)
-    runners = {name: prepared(job, TRAINED[name], 0) for name in arms}
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    alone: dict[str, list[float]] = {name: [] for name in arms if TRAINED[name].every > 1 + TRAINED[name].delay}
-
-    def turn(name: str) -> None:
-        (installed, updates, data), every, delay = runners[name], TRAINED[name].every, TRAINED[name].delay
-        opening = every if delay else OPENING if distant and not every else 0
-        if delay and not distant:
-            dist.barrier()
-        for _ in range(opening):
-            job.train_step(installed.model, updates, len(times[name]), next(data))
-        batches = [next(data) for _ in range(every or 1)]
-        if not distant and not delay:
-            dist.barrier()
-        laps = [time.perf_counter()]
-        for batch in batches:
-            job.train_step(installed.model, updates, len(times[name]), batch)
-            laps.append(time.perf_counter())
-        times[name].append((laps[-1] - laps[0]) / (len(laps) - 1))
-        if name in alone:
-            alone[name].append((laps[-2] - laps[delay]) / (every - 1 - delay))
-        if delay:
-            installed.state.statistics()  # waits for what is under way, which would meet the next arm's
-        say(1, TRAINED[name].title)
-
-    for installed, updates, data in runners.values():
-        while installed.deciding:
-            job.train_step(installed.model, updates, 0, next(data))
-    in_turns({name: partial(turn, name) for name in arms}, warmup + timed)
-    result: dict[str, dict[str, Any]] = {
-        name: {"times_s": times[name][warmup:], "sends": runners[name][0].sends()} for name in arms
-    }
-    for name, seconds in alone.items():
-        result[name]["alone_s"] = seconds[warmup:]
-    for installed, *_ in runners.values():
-        installed.close()
+    trainees = {name: [trainee(job, TRAINED[name], 0)] for name in arms}
+    for (one,) in trainees.values():
+        one.settle(warmup)
+    begin, opening = ("apart", FAR_OPENING) if distant else ("step", OPENING)
+    turns = take_turns(trainees, timed, 1, begin, opening, after=lambda name: say(1, TRAINED[name].title))
+    result: dict[str, dict[str, Any]] = {}
+    for name, (one,) in trainees.items():
+        times, delay = [turn.wall for turn in turns[name]], TRAINED[name].delay
+        result[name] = {"times_s": [means(turn, one.every)[0] for turn in times], "sends": one.installed.sends()}
+        if one.every > 1 + delay:
+            result[name]["alone_s"] = [means(turn[delay:-1], one.every)[0] for turn in times]
+        one.installed.close()
     return result
 
 

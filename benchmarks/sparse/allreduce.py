@@ -36,7 +36,8 @@ from ..common import report
 from ..common.arguments import add_output, expect_counts
 from ..common.in_process import Network
 from ..links import flags
-from ..links.driver import document, measured, slowest
+from ..links.driver import document, measured
+from ..links.turns import slowest
 from ..links.verification import caption, received_bytes
 from . import simulation
 

@@ -46,8 +46,8 @@ from ..common.arms import ARMS, BASELINE, DENSE, FLOOR, Arm
 from ..common.launch import LinkError
 from ..common.models import load
 from ..links import flags, links
+from ..links.turns import Trainee, on_one_batch
 from ..links.verification import Proof, as_long, caption
-from .paired import Trainee, on_one_batch
 
 #: PyTorch's own ways; the faster one is what a codec has to beat.
 OWN = (DENSE, BASELINE)

@@ -12,8 +12,7 @@ There is no computation to hide behind, and none to compete with: what a trainin
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,16 @@ from torch import Tensor, nn
 from ...compress import TopK
 from ..common import report
 from ..common.arguments import add_arms, add_output, add_turns, expect_at_least
-from ..common.arms import ARMS, BASELINE, FLOOR, Floor, Installed
-from ..links import flags
-from ..links.driver import Runner, document, measured, megabytes, span, take_turns, timed
+from ..common.arms import ARMS, BASELINE, FLOOR, Arm
+from ..links import flags, turns
+from ..links.driver import document, measured_arms
+from ..links.turns import Trainee, medians, milliseconds
 from ..links.verification import caption
 
-CHOICES = tuple(arm.name for arm in ARMS.values() if not arm.horovod and not arm.rank)  # PowerSGD needs matrices
+#: Not those that need an optimizer, or matrices.
+CHOICES = tuple(
+    name for name, arm in ARMS.items() if not (arm.horovod or arm.every or arm.overlaps or arm.rank or arm.factors)
+)
 OPTIONS = ("numel", "density", "rounds", "steps", "warmup")
 DEFAULT_ARMS = [FLOOR, "fp32", BASELINE, "onebit", "topk", "qsgd", "terngrad", "auto"]
 #: PyTorch's arms need one step for DDP to build its buckets; codecs some more to fill their residuals.
@@ -44,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", type=int, default=25_600_000, help="of the gradient (default: %(default)s)")
     add_arms(parser, {name: ARMS[name].title for name in CHOICES}, DEFAULT_ARMS)
     parser.add_argument("--density", type=float, default=0.001, help="of the topk arm (default: %(default)s)")
-    add_turns(parser, steps=2, rounds=2, warmup=5)
+    add_turns(parser, steps=3, rounds=2, warmup=5)
     add_output(parser, timeout=300, each="each rate", plot="time against the links' rate")
 
 
@@ -56,18 +59,10 @@ def run(options: argparse.Namespace) -> int:
     arms = list(dict.fromkeys([FLOOR, BASELINE, *options.arms]))
     arguments = {"arms": arms, **{name: getattr(options, name) for name in OPTIONS}}
     result = document("exchange", options, **arguments)
-    rates, _ = flags.network_of(options)
-    if options.plot and not any(rates.values()):
+    if options.plot and not any(flags.network_of(options)[0].values()):
         raise ValueError(f"--plot {options.plot}: it draws times against the links' rates, and --rates none has none")
-    result["rates"] = []
-    for text, rate in rates.items():
-        short = rate is None or rate >= 10**9  # so are steps: more of them are timed
-        steps = 2 * options.steps if short else options.steps
-        found, ranks = measured(options, text, measure, {**arguments, "steps": steps})
-        rows = summarize([rank["arms"] for rank in ranks], shaped=rate is not None)
-        result["rates"].append({**found, "buckets": ranks[0]["buckets"], "arms": rows})
-        rate_table(result, result["rates"][-1]).print()
-    report.deliver(result, [], options, plot)  # the tables are printed
+    result["networks"] = measured_arms(options, measure, arguments, turns.joined)
+    report.deliver(result, tables(result), options, plot)
     return 0
 
 
@@ -83,22 +78,19 @@ class Pieces(nn.Module):
         return torch.stack([(p * part).sum() for p, part in zip(self.pieces, parts, strict=True)]).sum()
 
 
-def backward(arm: Installed, gradients: Sequence[Tensor]) -> Callable[[], float]:
-    """A function that runs one backward pass, and returns the seconds from its start, on all ranks together, until this
-    rank has the mean."""
-    every = cycle(gradients)
+def trainee_of(arm: Arm, gradients: Sequence[Tensor]) -> Trainee:
+    """Backward passes, without what goes before them."""
+    installed, every, loss = arm.install(Pieces(len(gradients[0]))), cycle(gradients), torch.empty(0)
 
-    def step() -> float:
-        if isinstance(arm.state, Floor):
-            arm.state.buckets = 0
-        arm.model.zero_grad()
-        loss = arm.model(next(every))
-        dist.barrier()
-        begin = time.perf_counter()
+    def forward() -> None:
+        nonlocal loss
+        installed.model.zero_grad()
+        loss = installed.model(next(every))
+
+    def backward() -> None:
         loss.backward()
-        return time.perf_counter() - begin
 
-    return step
+    return Trainee(installed, backward, forward)
 
 
 def measure(arms: Sequence[str], numel: int, density: float, rounds: int, steps: int, warmup: int) -> dict[str, Any]:
@@ -106,100 +98,69 @@ def measure(arms: Sequence[str], numel: int, density: float, rounds: int, steps:
     base = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     gradients = [base + 0.3 * torch.randn(numel, generator=generator) for _ in range(3)]
-    installed = {name: ARMS[name].at(density).install(Pieces(numel)) for name in arms}
-    runners = {name: Runner(backward(arm, gradients), arm) for name, arm in installed.items()}
-    for name, runner in runners.items():
-        runner.settle(PLAIN_WARMUP if name in PLAIN else max(PLAIN_WARMUP, warmup))
-    found = take_turns(runners, rounds, steps)
-    for name, arm in installed.items():
-        statistics = arm.statistics()
-        found[name]["phases_s"] = {
-            phase.removesuffix("_s"): spent for phase, spent in found[name].pop("counted").items() if phase[-2:] == "_s"
-        }
-        found[name]["decisions"] = {} if statistics is None else statistics.decisions
-    return {"buckets": installed[FLOOR].state.buckets, "arms": found}
-
-
-def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str, Any]]:
-    """One row for each arm: medians over all steps, which last until the slowest rank is done, and what follows."""
-    arms = timed(ranks, shaped)
-    floor, baseline = arms[FLOOR].seconds, arms[BASELINE].seconds
-    rows = []
-    for name, arm in arms.items():
-        seconds = arm.seconds
-        above = seconds - floor
-        rows.append(
-            {
-                "arm": name,
-                "seconds": seconds,
-                "quartiles_s": arm.quartiles,
-                "above_floor_s": above,
-                "times_faster": baseline / seconds,
-                "times_faster_above_floor": (baseline - floor) / above if above > 0 else None,
-                "sent_bytes": arm.sent_bytes,
-                "phases_s": ranks[0][name]["phases_s"],
-                "decisions": ranks[0][name]["decisions"],
-                "times_s": arm.turns,
-            }
-        )
-    return rows
+    trainees = {name: [trainee_of(ARMS[name].at(density), gradients)] for name in arms}
+    for name, (trainee,) in trainees.items():
+        trainee.settle(PLAIN_WARMUP if name in PLAIN else warmup)
+    found = turns.results(trainees, turns.take_turns(trainees, rounds, steps))
+    return {"buckets": trainees[FLOOR][0].installed.state.buckets, "arms": found}
 
 
 def tables(result: Mapping[str, Any]) -> list[report.Table]:
     """One for each rate."""
-    return [rate_table(result, found) for found in result["rates"]]
+    return [table(result, network) for network in result["networks"]]
 
 
-def rate_table(result: Mapping[str, Any], found: Mapping[str, Any]) -> report.Table:
-    arguments = result["arguments"]
+def above(row: Mapping[str, Any], floor: Mapping[str, Any]) -> float:
+    """Median seconds less the floor's."""
+    return medians(row)[0] - medians(floor)[0]
+
+
+def faster(row: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """How often faster than the baseline, both less the floor; None for what is no slower than that."""
+    mine = above(row, arms[FLOOR])
+    return above(arms[BASELINE], arms[FLOOR]) / mine if mine > 0 else None
+
+
+def table(result: Mapping[str, Any], network: Mapping[str, Any]) -> report.Table:
+    arguments, arms = result["arguments"], {row["arm"]: row for row in network["arms"]}
     rows = []
-    for row in found["arms"]:
-        ratio = row["times_faster_above_floor"]
-        compared = row["arm"] != FLOOR
+    for name, row in arms.items():
+        seconds, ratio = medians(row)[0], faster(row, arms)
+        cells = [milliseconds(above(row, arms[FLOOR])), f"{medians(arms[BASELINE])[0] / seconds:.1f}"]
+        cells.append("" if ratio is None else f"{ratio:.1f}")
         rows.append(
             [
-                ARMS[row["arm"]].at(arguments["density"]).title,
-                f"{row['seconds'] * 1e3:.1f}",
-                span(row["quartiles_s"]),
-                f"{row['above_floor_s'] * 1e3:.1f}" if compared else "",
-                f"{row['times_faster']:.1f}" if compared else "",
-                f"{ratio:.1f}" if compared and ratio is not None else "",
-                megabytes(row["sent_bytes"]),
-                ", ".join(f"{seconds * 1e3:.0f}" for seconds in row["phases_s"].values()),
+                ARMS[name].at(arguments["density"]).title,
+                milliseconds(seconds),
+                turns.between([1e3 * second for second in turns.quartiles(row)], 1),
+                *(cells if name != FLOOR else ["", "", ""]),
+                turns.megabytes(row["sent_bytes"]),
+                ", ".join(milliseconds(spent, 0) for what, spent in row["counted"].items() if what.endswith("_s")),
             ]
         )
-    columns = (
-        "arm",
-        "ms",
-        "quartiles",
-        "ms less floor",
-        "times fp16",
-        "times, less floor",
-        "sent MB",
-        "enc, exch, dec ms",
-    )
-    title = f"Exchange of one gradient of {arguments['numel'] / 1e6:g} M float32, {found['links']}"
-    turns = found["arms"][0]["times_s"]
+    columns = ("arm", "ms", "quartiles", "ms less floor", "times fp16", "times, less floor", "sent MB")
+    title = f"Exchange of one gradient of {arguments['numel'] / 1e6:g} M float32, {network['links']}"
+    times = arms[FLOOR]["times_s"]
     notes = [
         report.describe(result["environment"]),
-        f"{len(turns)} rounds of {len(turns[0])}, {found['buckets']} buckets, one thread a rank; "
+        f"{len(times)} rounds of {len(times[0])}, {network['buckets']} buckets, one thread a rank; "
         "times fp16: how often faster than PyTorch's fp16 hook; sent: by one rank, as the kernel counts",
-        caption(found["proof"]),
+        caption(network["proof"]),
     ]
-    return report.Table(title, columns, rows, "\n".join(notes))
+    return report.Table(title, (*columns, "enc, exch, dec ms"), rows, "\n".join(notes))
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Time above the floor against the links' rate, of the first five arms. Needs matplotlib."""
     figure, axes = report.subplots(figsize=(9, 5))
-    shaped = sorted((f for f in result["rates"] if f["bits_per_s"]), key=lambda found: float(found["bits_per_s"]))
+    shaped = sorted((f for f in result["networks"] if f["bits_per_s"]), key=lambda found: float(found["bits_per_s"]))
     rates = [found["bits_per_s"] / 1e6 for found in shaped]
     lines = []
     for name in [name for name in result["arguments"]["arms"] if name != FLOOR][:5]:
-        arm = ARMS[name].at(result["arguments"]["density"])
-        rows = [next(row for row in found["arms"] if row["arm"] == name) for found in shaped]
-        # What lies in the noise of the floor is drawn at a millisecond.
-        times = [max(row["above_floor_s"] * 1e3, 1) for row in rows]
+        arm, times = ARMS[name].at(result["arguments"]["density"]), []
+        for found in shaped:
+            rows = {row["arm"]: row for row in found["arms"]}
+            times.append(max(above(rows[name], rows[FLOOR]) * 1e3, 1))  # what lies in the noise: at a millisecond
         (line,) = axes.plot(rates, times, "o-", color=arm.colour, markersize=5, linewidth=1.8)
         lines.append((line, arm.title.removeprefix("gradwire, ")))
     axes.set(xscale="log", yscale="log", xlabel="each rank's link, Mbit/s")

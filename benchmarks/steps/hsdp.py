@@ -10,23 +10,20 @@ gathered once a step (`reshard_after_forward=False`), at batch 8 and one thread 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import compress_fsdp
 from ..common import report
 from ..common.arguments import add_arms, add_layers, add_output, add_turns
 from ..common.arms import FLOOR, HSDP, REPLICATED, Arm
-from ..common.models import perceptron
-from ..links import flags
-from ..links.driver import Runner, document, measured, megabytes, span, take_turns, timed
+from ..common.models import Built, perceptron
+from ..links import flags, turns
+from ..links.driver import document, measured_arms
+from ..links.turns import Trainee, medians, milliseconds, ratios
 from ..links.verification import caption
 
 #: Ranks on each node, which share its link.
@@ -47,37 +44,31 @@ def run(options: argparse.Namespace) -> int:
     names = ("steps", "rounds", "warmup", "width", "layers", "batch")
     arguments = {"arms": arms, **{name: getattr(options, name) for name in names}}
     result = document("hsdp", options, nodes=NODES, ranks_per_node=PER_NODE, **arguments)
-    found, ranks = measured(options, options.rate, measure, arguments, NODES * PER_NODE, PER_NODE)
-    result |= {
-        "links": found["links"],
-        "proof": found["proof"],
-        "parameters": ranks[0]["parameters"],
-        "arms": summarize([rank["arms"] for rank in ranks], found["bits_per_s"] is not None),
-    }
+    result["networks"] = measured_arms(options, measure, arguments, turns.joined, NODES * PER_NODE, PER_NODE)
     report.deliver(result, tables(result), options)
     return 0
 
 
 def measure(arms: Sequence[str], steps: int, rounds: int, warmup: int, **size: int) -> dict[str, Any]:
-    """Every rank's part: for each arm its step times in seconds, what its node sent, and what the formula says."""
+    """Every rank's part: parameters, and `turns.results` with the bytes that the formula says."""
     mesh = init_device_mesh("cpu", (NODES, PER_NODE), mesh_dim_names=("replicate", "shard"))
     models = {name: perceptron(**size) for name in arms}
     numels = [sum(p.numel() for p in layer.parameters()) for layer in models[FLOOR][0].children()]
     shards = [numel // PER_NODE for numel in numels if numel]
-    runners = {name: Runner(stepper(name, mesh, *models[name])) for name in arms}
-    for runner in runners.values():
-        runner.settle(warmup)
-    found = take_turns(runners, rounds, steps)
+    trainees = {name: [sharded(name, mesh, models[name])] for name in arms}
+    for (trainee,) in trainees.values():
+        trainee.settle(warmup)
+    found = turns.results(trainees, turns.take_turns(trainees, rounds, steps))
     for name in arms:
         found[name]["formula_bytes"] = formula(name, shards)
     return {"parameters": sum(numels), "arms": found}
 
 
-def stepper(name: str, mesh: DeviceMesh, model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
-    """A function that takes one training step of an arm, started on all ranks together, and returns its seconds."""
+def sharded(name: str, mesh: DeviceMesh, built: Built) -> Trainee:
+    """An arm's training steps."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    arm = REPLICATED[name]
+    arm, (model, loss) = REPLICATED[name], built
     how: Any = {
         "mesh": mesh if arm.codec is None and name != FLOOR else mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=dtype_of(arm), output_dtype=torch.float32),
@@ -91,15 +82,12 @@ def stepper(name: str, mesh: DeviceMesh, model: nn.Module, x: Tensor, y: Tensor)
         compress_fsdp(model, arm.codec, mesh=mesh["replicate"], exchange="gather")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def step() -> float:
-        dist.barrier()
-        begin = time.perf_counter()
+    def step() -> None:
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        loss(model).backward()
         optimizer.step()
-        return time.perf_counter() - begin
 
-    return step
+    return Trainee(None, step)
 
 
 def dtype_of(arm: Arm) -> torch.dtype:
@@ -120,56 +108,34 @@ def formula(name: str, shards: Sequence[int]) -> int:
     return PER_NODE * 2 * (NODES - 1) * dtype_of(arm).itemsize * sum(shards) // NODES
 
 
-def summarize(ranks: Sequence[Mapping[str, Any]], shaped: bool) -> list[dict[str, Any]]:
-    """One row for each arm: medians over all steps, each as long as its slowest rank's.
-
-    Args:
-        ranks: for each rank, for each arm, `Runner.result` and `formula_bytes`.
-        shaped: whether the interface's count is the node's alone.
-    """
-    arms = timed(ranks, shaped)
-    own = arms[HSDP]
-    rows = []
-    for name, arm in arms.items():
-        by_round = [report.median(a) / report.median(b) for a, b in zip(own.turns, arm.turns, strict=True)]
-        rows.append(
-            {
-                "arm": name,
-                "step_s": arm.seconds,
-                "step_quartiles_s": arm.quartiles,
-                "times_faster": own.seconds / arm.seconds,
-                "times_faster_by_round": by_round,
-                "sent_bytes": arm.sent_bytes,
-                "formula_bytes": ranks[0][name]["formula_bytes"],
-                "times_s": arm.turns,
-            }
-        )
-    return rows
-
-
 def tables(result: Mapping[str, Any]) -> list[report.Table]:
+    return [table(result, network) for network in result["networks"]]
+
+
+def table(result: Mapping[str, Any], network: Mapping[str, Any]) -> report.Table:
     """One row for each arm."""
     arguments, rows = result["arguments"], []
-    for row in result["arms"]:
-        spread = row["times_faster_by_round"]
+    own = next(row for row in network["arms"] if row["arm"] == HSDP)
+    for row in network["arms"]:
+        faster, *by_round = ratios(medians(own), medians(row))
         rows.append(
             [
                 REPLICATED[row["arm"]].title,
-                f"{row['step_s'] * 1e3:.0f}",
-                span(row["step_quartiles_s"], digits=0),
-                f"{row['times_faster']:.2f}",
-                f"{min(spread):.2f} to {max(spread):.2f}",
-                megabytes(row["sent_bytes"]),
-                f"{row['formula_bytes'] / 1e6:.2f}",
+                milliseconds(medians(row)[0], 0),
+                turns.between([1e3 * second for second in turns.quartiles(row)], 0),
+                f"{faster:.2f}",
+                turns.between(by_round, 2),
+                turns.megabytes(row["sent_bytes"]),
+                turns.megabytes(row["formula_bytes"]),
             ]
         )
     columns = ("arm", "step ms", "quartiles", "HSDP's / its", "by round", "node sends MB", "by formula")
-    size = f"{result['parameters'] / 1e6:.1f} M parameters, batch {arguments['batch']}"
+    size = f"{network['parameters'] / 1e6:.1f} M parameters, batch {arguments['batch']}"
     notes = [
         report.describe(result["environment"]),
         f"{arguments['rounds']} rounds of {arguments['steps']} steps, one thread a rank, {NODES * PER_NODE} ranks on "
         f"{result['environment']['cores']} cores; node sends: by a node to the other in a step, as the kernel counts, "
         "with headers",
-        caption(result["proof"]),
+        caption(network["proof"]),
     ]
-    return [report.Table(f"One HSDP step of {size}, {result['links']}", columns, rows, "\n".join(notes))]
+    return report.Table(f"One HSDP step of {size}, {network['links']}", columns, rows, "\n".join(notes))

@@ -9,7 +9,6 @@ reference, as in `gradwire-bench paired`.
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +24,10 @@ from ..common import report
 from ..common.arguments import add_arms, add_output, add_turns
 from ..common.arms import label
 from ..common.language_model import VOCABULARY, LanguageModel, norm
-from ..links import flags
-from ..links.driver import document, measured
+from ..links import flags, turns
+from ..links.driver import document, measured_arms
+from ..links.turns import AGAIN, Trainee, milliseconds
 from ..links.verification import caption
-from .paired import AGAIN, OPENING, SECONDS, shown, summarize, turn
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,9 @@ def run(options: argparse.Namespace) -> int:
             "at least as many micro-batches"
         )
     result = document("pipeline", options, **arguments)
-    result["networks"] = []
-    for rate in options.rates:
-        found, ranks = measured(options, rate, measure, arguments)
-        kept = {"links": found["links"], "proof": found["proof"], "bytes": ranks[0]["bytes"]}
-        result["networks"].append(kept | {"arms": summarize([rank["arms"] for rank in ranks], [REFERENCE])})
+    result["networks"] = measured_arms(
+        options, measure, arguments, lambda ranks, shaped: turns.compared(ranks, [REFERENCE])
+    )
     report.deliver(result, tables(result), options)
     return 0
 
@@ -110,29 +107,27 @@ class Part(nn.Module):
         return x if self.head is None else self.head(norm(x))
 
 
-class Trainee:
-    """This rank's stage in an arm's hands."""
+def trainee_of(arm: PipelineArm, width: int, layers: int, context: int, rows: int, chunks: int) -> tuple[Trainee, Any]:
+    """Steps of this rank's stage in an arm's hands, and what counts its bytes; None where nothing is encoded."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    def __init__(self, arm: PipelineArm, width: int, layers: int, context: int, rows: int, chunks: int) -> None:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    part = Part(LanguageModel(width, layers, max(1, width // 32), context), rank, world)
+    stage, state = PipelineStage(part, rank, world, torch.device("cpu")), None
+    if arm.codec is not None:
+        state = compress_stage(stage, arm.codec, arm.backward, rotate=arm.rotate)
+    schedule, optimizer = Schedule1F1B(stage, chunks, loss_fn=loss_of), torch.optim.SGD(part.parameters(), lr=1e-3)
+    tokens = torch.randint(VOCABULARY, (chunks * rows, context))
+    inputs = (tokens,) if rank == 0 else ()
+    targets: dict[str, Any] = {"target": tokens} if rank == world - 1 else {}
 
-        rank, world = dist.get_rank(), dist.get_world_size()
-        torch.manual_seed(0)
-        part = Part(LanguageModel(width, layers, max(1, width // 32), context), rank, world)
-        stage = PipelineStage(part, rank, world, torch.device("cpu"))
-        self.state = None
-        if arm.codec is not None:
-            self.state = compress_stage(stage, arm.codec, arm.backward, rotate=arm.rotate)
-        self.schedule = Schedule1F1B(stage, chunks, loss_fn=loss_of)
-        self.optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
-        tokens = torch.randint(VOCABULARY, (chunks * rows, context))
-        self.inputs = (tokens,) if rank == 0 else ()
-        self.targets: dict[str, Any] = {"target": tokens} if rank == world - 1 else {}
+    def step() -> None:
+        optimizer.zero_grad()
+        schedule.step(*inputs, **targets)
+        optimizer.step()
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.schedule.step(*self.inputs, **self.targets)
-        self.optimizer.step()
+    return Trainee(None, step), state
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -140,29 +135,16 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def measure(arms: Sequence[str], rounds: int, steps: int, warmup: int, **sizes: int) -> dict[str, Any]:
-    """Every rank's part: for each arm, seconds of a step in each round, and bytes of activations that a step sends."""
-    trainees = {name: Trainee(ARMS[name], **sizes) for name in arms}
-    trainees[f"{REFERENCE} {AGAIN}"] = Trainee(ARMS[REFERENCE], **sizes)
-    for trainee in trainees.values():
-        for _ in range(warmup):
-            trainee.step()
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in trainees}
-    order, drawn, taken = list(trainees), random.Random(0), warmup + rounds * (steps + OPENING)
-    for _ in range(rounds):
-        drawn.shuffle(order)
-        for name in order:
-            seconds[name].append(turn(trainees[name].step, steps))
+    """Every rank's part: `turns.results`, and the bytes of activations that a step sends."""
+    made = {name: trainee_of(ARMS[name.partition(" ")[0]], **sizes) for name in (*arms, f"{REFERENCE} {AGAIN}")}
+    trainees = {name: [trainee] for name, (trainee, _) in made.items()}
+    for trainee, _ in made.values():
+        trainee.settle(warmup)
+    found = turns.results(trainees, turns.take_turns(trainees, rounds, steps, "turn"))
+    taken = max(warmup, 1) + rounds * (turns.OPENING + steps)
     plain = sizes["chunks"] * sizes["rows"] * sizes["context"] * sizes["width"] * 4
-    sent = {
-        name: one.state.statistics()["activations"].bytes_sent / taken for name, one in trainees.items() if one.state
-    }
-    return {
-        "bytes": {name: sent.get(name, plain) for name in trainees},
-        "arms": {
-            name: {**dict(zip(SECONDS, zip(*seconds[name], strict=True), strict=True)), "sends": ""}
-            for name in trainees
-        },
-    }
+    sent = {name: state.statistics()["activations"].bytes_sent / taken for name, (_, state) in made.items() if state}
+    return {"bytes": {name: sent.get(name, plain) for name in made}, "arms": found}
 
 
 def tables(result: Mapping[str, Any]) -> list[report.Table]:
@@ -178,9 +160,9 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
                 [
                     ARMS[name].title + (", once more" if again else ""),
                     f"{network['bytes'][row['arm']] / 1e3:.0f}",
-                    f"{row['wall_s'] * 1e3:.0f}",
-                    shown(row["wall_ratio"]),
-                    f"{row['cpu_s'] * 1e3:.0f}",
+                    milliseconds(row["wall_s"], 0),
+                    turns.limits(row["wall_ratio"]),
+                    milliseconds(row["cpu_s"], 0),
                 ]
             )
         notes = [

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from ..common import report
@@ -83,7 +82,7 @@ def marked(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
 
 def measure(arm: str, density: float, steps: int, warmup: int, trace: str | None, **size: int) -> dict[str, Any]:
     """Every rank's part: each step's spans, and each phase's seconds by the trace and by the statistics."""
-    model, x, y = perceptron(**size)
+    model, loss_of = perceptron(**size)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     state = ARMS[arm].at(density).hook(ddp).state
     ddp.register_comm_hook(state, marked)
@@ -95,7 +94,7 @@ def measure(arm: str, density: float, steps: int, warmup: int, trace: str | None
             with record_function(STEP):
                 optimizer.zero_grad()
                 with record_function(MAIN[0]):
-                    loss = F.mse_loss(ddp(x), y)
+                    loss = loss_of(ddp)
                 with record_function(BACKWARD):
                     loss.backward()
                 with record_function(MAIN[1]):

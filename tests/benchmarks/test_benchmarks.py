@@ -24,9 +24,9 @@ from gradwire.benchmarks.codec import baselines, inputs, quality, speed
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import ARMS
 from gradwire.benchmarks.learning import learn, summary
-from gradwire.benchmarks.links import links
+from gradwire.benchmarks.links import links, turns
 from gradwire.benchmarks.sparse import allreduce
-from gradwire.benchmarks.steps import exchange, hsdp, paired, profile, step
+from gradwire.benchmarks.steps import exchange, hsdp, profile, step
 from gradwire.compress import CODECS, QSGD, Cast, ChunkedTopK, Codec, OneBit, Ternary, TernGrad, TopK
 from gradwire.compress.backends import use_backend
 from lacking import needs_all_threads
@@ -224,15 +224,15 @@ def test_step_in_miniature(tmp_path: Path) -> None:
     assert "NOT SHAPED" in done.stdout
     document = json.loads(file.read_text())
     check_document(document, "step")
-    assert not document["shaped"]
-    assert document["proof"] is None
-    assert document["model"]["parameters"] == 2 * (32 * 32 + 32)
-    assert [row["arm"] for row in document["arms"]] == ["none", "fp16", "onebit", "local", "auto", "hvd-topk"]
-    for row in document["arms"]:
+    (network,) = document["networks"]
+    assert network["bits_per_s"] is network["proof"] is None
+    assert network["parameters"] == 2 * (32 * 32 + 32)
+    assert [row["arm"] for row in network["arms"]] == ["none", "fp16", "onebit", "local", "auto", "hvd-topk"]
+    for row in network["arms"]:
         assert [len(turn) for turn in row["times_s"]] == [2, 2]
-        assert (row["payload_bytes"] is not None) == (row["arm"] in ("onebit", "local", "auto"))
+        assert bool(row["counted"]) == (row["arm"] in ("onebit", "local", "auto"))
         if row["arm"] == "local":
-            assert row["payload_bytes"] == Ternary().wire_bytes(2 * (32 * 32 + 32)) / 10
+            assert row["counted"]["payload_bytes"] == Ternary().wire_bytes(2 * (32 * 32 + 32)) / 10
         assert row["sent_bytes"] is None
 
 
@@ -241,9 +241,10 @@ def test_arms_name_their_exchange_and_their_buckets(tmp_path: Path) -> None:
     line = "step --rate none --width 64 --layers 4 --rounds 1 --steps 1 --warmup 3 --bucket-mb 0.01 --json"
     assert cli.main([*line.split(), str(file), "--arms", "onebit-gather", "onebit-two_pass", "topk-gather"]) == 0
     document = json.loads(file.read_text())
-    assert document["model"]["buckets"] == 4
+    (network,) = document["networks"]
+    assert network["buckets"] == 4
     assert document["arguments"]["bucket_mb"] == 0.01
-    sent = {row["arm"]: row["payload_bytes"] for row in document["arms"]}
+    sent = {row["arm"]: row["counted"].get("payload_bytes") for row in network["arms"]}
     # Of a layer's 4160 elements; every second slice of OneBit's, and the mean of the other, go to the other rank.
     assert sent["onebit-gather"] == 4 * OneBit().wire_bytes(4160)
     assert sent["onebit-two_pass"] == 4 * 2 * OneBit().wire_bytes(3 * 1024)
@@ -277,7 +278,7 @@ def test_paired_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (network,) = document["networks"]
     assert [row["arm"] for row in network["arms"]] == ["builtin", "python", "dense", "builtin again"]
     for row in network["arms"]:
-        for kind in paired.SECONDS:
+        for kind in turns.KINDS:
             assert len(row[f"{kind}_ratios"]) == (7 if row["arm"].startswith("builtin") else 14)
             assert row[f"{kind}_ratio"]["low"] <= row[f"{kind}_ratio"]["median"] <= row[f"{kind}_ratio"]["high"]
     assert "gradwire, OneBit(block=1024) by dense" in capsys.readouterr().out
@@ -326,11 +327,11 @@ def test_steps_are_compared_within_a_round_with_the_faster_reference() -> None:
     rounds = [1.0, 9.0, 2.0, 3.0, 1.0, 5.0, 4.0, 2.0]
     seconds = {"fp32": 3.0, "fp16": 2.0, "auto": 2.2, "fp32 again": 3.0, "fp16 again": 2.0}
     rank: dict[str, dict[str, Any]] = {
-        name: {"wall": [s * r for r in rounds], "cpu": [s * s * r for r in rounds], "sends": ["compressed"]}
+        name: {"wall_s": [[s * r] for r in rounds], "cpu_s": [[s * s * r] for r in rounds], "sends": ["compressed"]}
         for name, s in seconds.items()
     }
-    rank["fp16 again"]["wall"][1:] = [2.2 * r for r in rounds[1:]]
-    rows = {row["arm"]: row for row in paired.summarize([rank, rank], ["fp32", "fp16"])}
+    rank["fp16 again"]["wall_s"][1:] = [[2.2 * r] for r in rounds[1:]]
+    rows = {row["arm"]: row for row in turns.compared([rank, rank], ["fp32", "fp16"])}
     assert {row["reference"] for row in rows.values()} == {"fp16"}
     assert rows["auto"]["wall_ratios"] == pytest.approx([1.1] * 9 + [1.0] * 7), "to one turn, then to the other"
     assert rows["fp16"]["wall_ratios"] == pytest.approx([1.0] + [1 / 1.1] * 7), "to its other turn"
@@ -342,10 +343,11 @@ def test_an_arm_that_is_like_the_reference_is_as_fast() -> None:
     """Turns that are late now and then: the mean of two is late more often, but is not what is compared with."""
     drawn, count = random.Random(0), 600
     names = ("fp16", "fp16 again", *(f"equal{i}" for i in range(20)))
-    rank: dict[str, dict[str, Any]] = {name: {"sends": [], "cpu": [1.0] * count} for name in names}
+    rank: dict[str, dict[str, Any]] = {name: {"sends": [], "cpu_s": [[1.0]] * count} for name in names}
     for sides in rank.values():
-        sides["wall"] = [drawn.gauss(1.0, 0.05) + drawn.expovariate(4.0) * (drawn.random() < 0.3) for _ in range(count)]
-    found = [row["wall_ratio"] for row in paired.summarize([rank], ["fp16"]) if row["arm"].startswith("equal")]
+        late = [drawn.gauss(1.0, 0.05) + drawn.expovariate(4.0) * (drawn.random() < 0.3) for _ in range(count)]
+        sides["wall_s"] = [[seconds] for seconds in late]
+    found = [row["wall_ratio"] for row in turns.compared([rank], ["fp16"]) if row["arm"].startswith("equal")]
     assert statistics.fmean(ratio["median"] for ratio in found) == pytest.approx(1.0, abs=5e-3)
     assert sum(ratio["low"] <= 1.0 <= ratio["high"] for ratio in found) >= 18
 
@@ -359,45 +361,77 @@ def test_the_interval_of_a_median_is_the_sign_test_s(count: int, outside: int) -
     assert twice == found, "each value twice tells no more"
 
 
-def test_far_away_a_step_lasts_as_long_as_on_average() -> None:
-    def side(*times: float) -> dict[str, Any]:
-        return {"times": [list(times[:2]), list(times[2:])], "sent_bytes": 0.0, "counted": {}}
+def side(**times: list[list[float]]) -> dict[str, Any]:
+    """One rank's results: seconds by turns and steps."""
+    facts = {"cpu_s": [], "sent_bytes": 8.0, "counted": {}, "sends": []}
+    return {name: {"wall_s": seconds, **facts} for name, seconds in times.items()}
 
-    ranks = [
-        {"none": side(1.0, 1.0, 1.0, 1.0), "fp16": side(9.0, 11.0, 20.0, 20.0), "onebit": side(1.0, 5.0, 2.0, 4.0)},
-        {"none": side(1.0, 1.0, 1.0, 1.0), "fp16": side(11.0, 9.0, 20.0, 20.0), "onebit": side(5.0, 1.0, 4.0, 2.0)},
-    ]
-    _, _, mine = step.summarize(ranks, shaped=True, distant=True)
-    assert mine["times_s"] == [[3.0, 3.0], [3.0, 3.0]]
-    assert mine["step_ratio_by_round"] == [pytest.approx(0.3), pytest.approx(0.15)]
-    assert mine["step_ratio"] == pytest.approx(0.225)
-    assert step.paired_of(mine) == ("0.225", "0.150 to 0.300")
-    assert step.paired_of(step.summarize(ranks, shaped=True)[2]) == ()
+
+def shown(command: Any, rows: list[dict[str, Any]], **arguments: Any) -> dict[str, list[str]]:
+    """The cells of a command's table, below its columns, by the names of arms."""
+    arguments |= {"density": 0.01, "batch": 1, "rounds": 2, "steps": 2, "numel": 1, "world": 2}
+    facts = {"parameters": 1, "buckets": 1, "links": "links", "proof": None, "arms": rows}
+    table = command.table({"arguments": arguments, "environment": report.environment()}, facts)
+    return {"": list(table.columns)} | {row["arm"]: cells for row, cells in zip(rows, table.rows, strict=True)}
 
 
 def test_the_tax_is_what_a_step_costs_beyond_the_floor() -> None:
-    def rank(none: list[list[float]], fp16: list[list[float]], mine: list[list[float]]) -> dict[str, Any]:
-        times = {"none": none, "fp16": fp16, "onebit": mine}
-        return {name: {"times": turns, "sent_bytes": 8.0, "counted": {}} for name, turns in times.items()}
-
     ranks = [
-        rank([[1.0, 1.0], [1.0, 1.0]], [[5.0, 5.0], [4.0, 9.0]], [[2.0, 2.0], [2.0, 0.0]]),
-        rank([[0.5, 1.0], [1.0, 0.1]], [[2.0, 4.0], [5.0, 5.0]], [[1.0, 2.0], [1.0, 3.0]]),
+        side(none=[[1.0, 1.0], [1.0, 1.0]], fp16=[[5.0, 5.0], [4.0, 9.0]], onebit=[[2.0, 2.0], [2.0, 0.0]]),
+        side(none=[[0.5, 1.0], [1.0, 0.1]], fp16=[[2.0, 4.0], [5.0, 5.0]], onebit=[[1.0, 2.0], [1.0, 3.0]]),
     ]
-    floor, fp16, mine = step.summarize(ranks, shaped=True)
+    floor, fp16, mine = rows = turns.joined(ranks, shaped=True)
     assert floor["times_s"] == [[1.0, 1.0], [1.0, 1.0]], "a step lasts until its slowest rank is done"
     assert mine["times_s"] == [[2.0, 2.0], [2.0, 3.0]]
-    assert (floor["tax_s"], floor["tax_ratio"]) == (0.0, None)
-    assert (fp16["step_s"], fp16["tax_s"], fp16["tax_ratio"]) == (5.0, 4.0, 1.0)
-    assert (mine["step_s"], mine["tax_s"], mine["tax_ratio"]) == (2.0, 1.0, 0.25)
-    assert mine["tax_ratio_by_round"] == [0.25, 0.25]
-    assert mine["sent_bytes"] == 8.0
-    assert step.summarize(ranks, shaped=False)[0]["sent_bytes"] is None
+    assert (step.taxes(floor, floor)[0], step.taxes(fp16, floor)[0]) == (0.0, 4.0)
+    assert step.taxes(mine, floor) == [1.0, 1.0, 1.5]
+    cells = shown(step, rows)
+    assert cells["onebit"][1:] == [
+        "2000.0", "2000.0 to 2250.0", "1000.0", "0.250", "0.250 to 0.250", "0.00", "", "", "",
+    ]  # fmt: skip
+    assert cells["none"][4:6] == ["", ""]
+    assert turns.joined(ranks, shaped=False)[0]["sent_bytes"] is None
+    alone = shown(step, turns.joined([side(none=[[1.0]], topk=[[1.0]])], shaped=True))
+    assert alone["topk"][4:6] == ["", ""], "no opponent, no ratio"
 
 
-def test_without_the_opponent_there_is_no_ratio() -> None:
-    row = {"times": [[1.0]], "sent_bytes": 0.0, "counted": {}}
-    assert [r["tax_ratio"] for r in step.summarize([{"none": row, "topk": row}], shaped=True)] == [None, None]
+def test_far_away_a_step_lasts_as_long_as_on_average() -> None:
+    none = [[1.0, 1.0], [1.0, 1.0]]
+    ranks = [
+        side(none=none, fp16=[[9.0, 11.0], [20.0, 20.0]], onebit=[[1.0, 5.0], [2.0, 4.0]]),
+        side(none=none, fp16=[[11.0, 9.0], [20.0, 20.0]], onebit=[[5.0, 1.0], [4.0, 2.0]]),
+    ]
+    rows = turns.joined(ranks, True, turns.average)
+    assert rows[-1]["times_s"] == [[3.0, 3.0], [3.0, 3.0]]
+    cells = shown(step, rows, distance={})
+    assert cells[""][6:8] == ["step / fp16's", "by round"]
+    assert cells["onebit"][6:8] == ["0.225", "0.150 to 0.300"]
+    assert len(shown(step, rows)["onebit"]) == len(cells["onebit"]) - 2
+
+
+def test_a_turn_is_of_whole_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arm that exchanges every third step: its steps share the time, and it opens with as many."""
+    clock, barriers, took = 0.0, 0, iter([9.0, 9.0, 9.0, 1.0, 1.0, 4.0, 2.0, 2.0, 5.0])
+
+    def step_() -> None:
+        nonlocal clock
+        clock += next(took)
+
+    def barrier() -> None:
+        nonlocal barriers
+        barriers += 1
+
+    monkeypatch.setattr(turns.dist, "barrier", barrier)
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(turns, "sent_bytes", lambda: 10.0 * clock)
+    trainee = turns.Trainee(None, step_)
+    trainee.every = 3
+    found = turns.take_turns({"local": [trainee]}, 1, 2)
+    assert found["local"][0].wall == [1.0, 1.0, 4.0, 2.0, 2.0, 5.0]
+    assert barriers == 2
+    (row,) = turns.results({"local": [trainee]}, found).values()
+    assert row["wall_s"] == [[2.0, 3.0]]
+    assert row["sent_bytes"] == 25.0
 
 
 # -- hsdp -----------------------------------------------------------------------------------------------------------
@@ -421,15 +455,15 @@ def test_hsdp_in_miniature(tmp_path: Path, rate: str, capsys: pytest.CaptureFixt
     assert cli.main([*line.split(), str(file)]) == 0
     document = json.loads(file.read_text())
     check_document(document, "hsdp")
-    assert document["parameters"] == 2 * (512 * 512 + 512)
-    floor, own, topk = document["arms"]
-    assert [row["arm"] for row in document["arms"]] == ["none", "hsdp", "topk"]
-    assert own["times_faster"] == 1.0
-    assert own["formula_bytes"] == 4 * document["parameters"]
+    (network,) = document["networks"]
+    assert network["parameters"] == 2 * (512 * 512 + 512)
+    floor, own, topk = network["arms"]
+    assert [row["arm"] for row in network["arms"]] == ["none", "hsdp", "topk"]
+    assert own["formula_bytes"] == 4 * network["parameters"]
     if rate == "none":
         assert "NOT SHAPED" in capsys.readouterr().out
     else:  # both ranks of a node share a link, which the kernel counts, and what passes inside it does not
-        assert document["links"] == "links of 1000 Mbit/s between 2 nodes of 2 ranks"
+        assert network["links"] == "links of 1000 Mbit/s between 2 nodes of 2 ranks"
         assert floor["sent_bytes"] < 0.02 * own["sent_bytes"]
         assert own["sent_bytes"] == pytest.approx(own["formula_bytes"], rel=0.1)
         assert topk["formula_bytes"] < topk["sent_bytes"] < 0.1 * own["sent_bytes"]
@@ -437,7 +471,7 @@ def test_hsdp_in_miniature(tmp_path: Path, rate: str, capsys: pytest.CaptureFixt
 
 def test_published_replicas_are_what_is_promised() -> None:
     document = json.loads((publish.ROOT / "benchmarks/results/hsdp.json").read_text())
-    for row in document["arms"]:
+    for row in document["networks"][0]["arms"]:
         if row["formula_bytes"]:
             assert row["sent_bytes"] == pytest.approx(row["formula_bytes"], rel=0.1), row["arm"]
 
@@ -451,36 +485,33 @@ def test_exchange_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main([*line.split(), str(file)]) == 0
     document = json.loads(file.read_text())
     check_document(document, "exchange")
-    (found,) = document["rates"]
+    (found,) = document["networks"]
     assert (found["rate"], found["bits_per_s"], found["proof"]) == ("none", None, None)
     assert found["buckets"] >= 1
     assert [row["arm"] for row in found["arms"]] == ["none", "fp16", "fp32", "topk", "auto"]
     for row in found["arms"]:
-        assert [len(turn) for turn in row["times_s"]] == [4, 4]
+        assert [len(turn) for turn in row["times_s"]] == [2, 2]
         assert row["sent_bytes"] is None
-        assert bool(row["phases_s"]) == bool(row["decisions"]) == (row["arm"] in ("topk", "auto"))
+        assert bool(row["counted"]) == (row["arm"] in ("topk", "auto"))
     assert "NOT SHAPED" in capsys.readouterr().out
 
 
 def test_exchanges_are_compared_with_and_without_the_floor(tmp_path: Path) -> None:
     def rank(**times: float) -> dict[str, Any]:
-        facts = {"sent_bytes": 8.0, "phases_s": {}, "decisions": {}}
-        return {name: {"times": [[seconds, seconds], [seconds, 0.0]], **facts} for name, seconds in times.items()}
+        return side(**{name: [[seconds, seconds], [seconds, 0.0]] for name, seconds in times.items()})
 
-    ranks = [rank(none=1.0, fp16=11.0, topk=2.0), rank(none=0.5, fp16=9.0, topk=3.0)]
-    floor, fp16, topk = exchange.summarize(ranks, shaped=True)
-    assert floor["times_s"] == [[1.0, 1.0], [1.0, 0.0]], "an exchange lasts until its slowest rank is done"
-    assert (fp16["seconds"], fp16["above_floor_s"], fp16["times_faster_above_floor"]) == (11.0, 10.0, 1.0)
-    assert (topk["seconds"], topk["above_floor_s"], topk["times_faster_above_floor"]) == (3.0, 2.0, 5.0)
-    assert topk["times_faster"] == pytest.approx(11 / 3)
-    assert exchange.summarize([rank(none=1.0, fp16=2.0, topk=1.0)], True)[2]["times_faster_above_floor"] is None
-    proof = {"reached": False}
-    rates = [
-        {"rate": f"{n}gbit", "bits_per_s": n * 10**9, "arms": [floor, fp16, topk], "proof": proof} for n in (1, 10)
-    ]
+    rows = turns.joined([rank(none=1.0, fp16=11.0, topk=2.0), rank(none=0.5, fp16=9.0, topk=3.0)], shaped=True)
+    assert rows[0]["times_s"] == [[1.0, 1.0], [1.0, 0.0]], "an exchange lasts until its slowest rank is done"
+    cells = shown(exchange, rows)
+    assert cells["none"][3:6] == ["", "", ""]
+    assert cells["fp16"][3:6] == ["10000.0", "1.0", "1.0"]
+    assert cells["topk"][3:6] == ["2000.0", "3.7", "5.0"]
+    assert shown(exchange, turns.joined([rank(none=1.0, fp16=2.0, topk=1.0)], True))["topk"][5] == ""
+    facts = {"proof": {"reached": False}, "arms": rows}
+    networks = [{"rate": f"{n}gbit", "bits_per_s": n * 10**9, **facts} for n in (1, 10)]
     arguments = {"arms": ["none", "fp16", "topk"], "density": 0.01, "numel": 1, "world": 2}
     picture = tmp_path / "exchange.png"
-    exchange.plot({"rates": rates, "arguments": arguments}, picture)
+    exchange.plot({"networks": networks, "arguments": arguments}, picture)
     assert picture.stat().st_size > 10_000
 
 

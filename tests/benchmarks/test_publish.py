@@ -12,7 +12,9 @@ from gradwire.benchmarks import publish
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.report import Table
 from gradwire.benchmarks.learning import learn
+from gradwire.benchmarks.links import turns
 from gradwire.benchmarks.publish import ROOT, SET, Publication
+from gradwire.benchmarks.steps import exchange
 
 
 def test_the_page_says_what_was_measured() -> None:
@@ -49,11 +51,11 @@ def times_faster() -> dict[str, list[str]]:
         return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
 
     def step(name: str, arm: str) -> str:
-        seconds = {row["arm"]: row["step_s"] for row in result(name)["arms"]}
+        seconds = {row["arm"]: turns.medians(row)[0] for row in result(name)["networks"][0]["arms"]}
         return shown(seconds["fp16"] / seconds[arm])
 
-    rates = [{row["arm"]: row for row in rate["arms"]} for rate in result("exchange")["rates"][:3]]
-    gradient = {arm: [shown(rate[arm]["times_faster_above_floor"]) for rate in rates] for arm in ("onebit", "topk")}
+    rates = [{row["arm"]: row for row in network["arms"]} for network in result("exchange")["networks"][:3]]
+    gradient = {arm: [shown(exchange.faster(rate[arm], rate) or 0) for rate in rates] for arm in ("onebit", "topk")}
     return {
         "one gradient of 25.6 M elements, `OneBit`": gradient["onebit"],
         "one gradient of 25.6 M elements, `TopK` of 0.1 %": gradient["topk"],
