@@ -7,7 +7,7 @@ once.
 
 The kernel hands over what TCP sends in pieces of up to 64 KB, as it does to a network card that cuts them itself
 (`IFF_VNET_HDR`, TSO). TCP still counts in segments of the MTU, so its windows and slow start are those of real links,
-while this process sees a fortieth of the packets. Rate and loss are by segment: a lost one is cut out of its piece.
+while this process sees a fortieth of the packets. The rate counts every segment's headers.
 
 Only the standard library: a start must not take the seconds that importing torch does.
 """
@@ -19,13 +19,12 @@ import fcntl
 import heapq
 import json
 import os
-import random
 import select
 import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: Seconds that a packet may wait for a link, as in the queue of `links.ShapedLinks`.
 QUEUE_SECONDS = 0.2
@@ -35,7 +34,6 @@ FRAME_BYTES = 14
 VIRTUAL = struct.Struct("<BBHHHH")
 _TUN, _TUN_FLAGS = "/dev/net/tun", 0x0001 | 0x1000 | 0x4000  # layer 3, no packet information, virtio's header
 _SET_INTERFACE, _SET_OFFLOAD, _CHECKSUM_AND_TSO = 0x400454CA, 0x400454D0, 0x01 | 0x02
-_FIN_AND_PUSH = 0x01 | 0x08
 #: Packets read from one device before the others get their turn.
 _TURN = 16
 
@@ -54,34 +52,30 @@ def open_tun(name: str) -> int:
 
 @dataclass
 class Switch:
-    """The fate of packets: when they arrive, and which are lost. Has no clock and no device.
+    """The fate of packets: when they arrive, and which are dropped. Has no clock and no device.
 
     Args:
         size: ranks; rank r's address ends in r + 1.
         rate: bytes a second of each rank's link, in each direction.
         delay: seconds, one way.
-        loss: the probability that a segment is lost.
     """
 
     size: int
     rate: float
     delay: float
-    loss: float = 0.0
-    random: random.Random = field(default_factory=lambda: random.Random(0))
     dropped: int = 0
-    lost: int = 0
 
     def __post_init__(self) -> None:
         self._sending, self._receiving = [0.0] * self.size, [0.0] * self.size  # when each link is free
 
-    def take(self, packet: bytes, sender: int, now: float) -> list[tuple[float, int, bytes]]:
-        """The fate of a packet, with virtio's header: (when, to which rank, what) of all that arrives of it."""
+    def take(self, packet: bytes, sender: int, now: float) -> tuple[float, int] | None:
+        """When a packet, with virtio's header, arrives, and at which rank; None: not at all."""
         begin = VIRTUAL.size
         if len(packet) < begin + 20 or packet[begin] >> 4 != 4:
-            return []
+            return None
         receiver = packet[begin + 19] - 1
         if not 0 <= receiver < self.size:
-            return []
+            return None
         size, segments = len(packet) - begin + FRAME_BYTES, 1
         if packet[1]:
             headers = headers_of(packet)
@@ -90,19 +84,13 @@ class Switch:
         takes = size / self.rate
         if self._sending[sender] - now > QUEUE_SECONDS:
             self.dropped += segments
-            return []
+            return None
         sent = self._sending[sender] = max(now, self._sending[sender]) + takes
         if self._receiving[receiver] - sent > QUEUE_SECONDS:
             self.dropped += segments
-            return []
+            return None
         self._receiving[receiver] = max(sent, self._receiving[receiver] + takes)
-        when = self._receiving[receiver] + self.delay
-        if not self.loss:
-            return [(when, receiver, packet)]
-        gone = [segment for segment in range(segments) if self.random.random() < self.loss]
-        self.lost += len(gone)
-        pieces = [packet] if not gone else without(packet, gone, segments)
-        return [(when, receiver, piece) for piece in pieces]
+        return self._receiving[receiver] + self.delay, receiver
 
 
 def headers_of(packet: bytes) -> int:
@@ -116,47 +104,6 @@ def segments_of(packet: bytes, headers: int) -> int:
     """The number of TCP segments."""
     payload, size = len(packet) - VIRTUAL.size - headers, packet[4] | packet[5] << 8
     return max(1, -(-payload // size))
-
-
-def without(packet: bytes, gone: list[int], segments: int) -> list[bytes]:
-    """The rest of a packet when some of its segments are lost, as packets."""
-    runs, begin = [], 0
-    for end in [*gone, segments]:
-        if end > begin:
-            runs.append((begin, end))
-        begin = end + 1
-    return [packet] if runs == [(0, segments)] else [_cut(packet, first, last, segments) for first, last in runs]
-
-
-def _cut(packet: bytes, first: int, last: int, segments: int) -> bytes:
-    """The segments first to last - 1, with headers of their own."""
-    flags, kind, _, size, checksum_start, checksum_offset = VIRTUAL.unpack_from(packet)
-    headers, begin = headers_of(packet), VIRTUAL.size
-    internet = (packet[begin] & 15) * 4
-    head = bytearray(packet[begin : begin + headers])
-    payload = packet[begin + headers + first * size : begin + headers + last * size]
-    struct.pack_into("!H", head, 2, headers + len(payload))
-    struct.pack_into("!H", head, 4, (struct.unpack_from("!H", head, 4)[0] + first) & 0xFFFF)
-    struct.pack_into("!H", head, 10, 0)
-    struct.pack_into("!H", head, 10, ~_sum(bytes(head[:internet])) & 0xFFFF)
-    sequence = struct.unpack_from("!I", head, internet + 4)[0] + first * size
-    struct.pack_into("!I", head, internet + 4, sequence & 0xFFFFFFFF)
-    if last < segments:
-        head[internet + 13] &= ~_FIN_AND_PUSH
-    # What the kernel leaves of the checksum to the card: the sum over addresses, protocol and length.
-    pseudo = bytes(head[12:20]) + struct.pack("!HH", head[9], headers - internet + len(payload))
-    struct.pack_into("!H", head, internet + 16, _sum(pseudo))
-    one = len(payload) <= size
-    virtual = VIRTUAL.pack(flags, 0 if one else kind, headers, 0 if one else size, checksum_start, checksum_offset)
-    return virtual + bytes(head) + payload
-
-
-def _sum(data: bytes) -> int:
-    """The Internet's sum of 16-bit words, before it is inverted."""
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    return total
 
 
 @dataclass
@@ -196,9 +143,9 @@ def serve(switch: Switch, devices: list[int], end: int, clock: Callable[[], floa
                     packet = os.read(device, VIRTUAL.size + 65536)
                 except BlockingIOError:
                     break
-                for when, receiver, piece in switch.take(packet, ranks[device], clock()):
+                if fate := switch.take(packet, ranks[device], clock()):
                     count += 1
-                    heapq.heappush(arriving, (when, count, receiver, piece))
+                    heapq.heappush(arriving, (fate[0], count, fate[1], packet))
 
 
 def _come_first() -> None:
@@ -214,10 +161,10 @@ def _come_first() -> None:
 
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
-    carried = Switch(len(told["devices"]), told["rate"] / 8, told["delay"], told["loss"])
+    carried = Switch(len(told["devices"]), told["rate"] / 8, told["delay"])
     _come_first()
     print("ready", flush=True)
     counted = serve(carried, told["devices"], sys.stdin.fileno())
     mean = counted.total / max(1, counted.packets)
-    counts = {"packets": counted.packets, "dropped": carried.dropped, "lost": carried.lost}
+    counts = {"packets": counted.packets, "dropped": carried.dropped}
     print(json.dumps({**counts, "late_mean_s": mean, "late_worst_s": counted.worst}), flush=True)

@@ -39,25 +39,19 @@ class Distance:
 
     Attributes:
         delay: seconds, one way.
-        loss: the probability that a packet is lost.
         mtu: bytes of the largest packet.
     """
 
     delay: float
-    loss: float = 0.0
     mtu: int = 1500
 
     def __post_init__(self) -> None:
         if not self.delay > 0:
             raise ValueError(f"a delay of {self.delay:g} s: expected more than 0; without one, links have no distance")
-        if not 0 <= self.loss < 1:
-            raise ValueError(f"a loss of {self.loss:%}: expected a share from 0 to less than all")
-        if not 1500 <= self.mtu <= 65000:
-            raise ValueError(f"an MTU of {self.mtu}: expected 1500 to 65000 bytes")
 
 
 def add_links(parser: argparse.ArgumentParser, *rates: str, whose: str = "rank", world: bool = True) -> None:
-    """`--rate`, or where several are usual `--rates`; the options of links with a distance; and `--world`.
+    """`--rate`, or where several are usual `--rates`; `--delay`; and `--world`.
 
     Args:
         rates: usual ones; none: one of 1 Gbit/s.
@@ -79,22 +73,8 @@ def add_links(parser: argparse.ArgumentParser, *rates: str, whose: str = "rank",
 
 
 def add_distance(parser: argparse.ArgumentParser) -> None:
-    """The options of links with a distance, beside those of their rate."""
+    """`--delay`, beside the links' rate."""
     parser.add_argument("--delay", help="of each packet, one way, such as 25ms (default: none but the machine's own)")
-    parser.add_argument("--loss", help="with --delay: of packets, at random, such as 0.1%% (default: none)")
-    parser.add_argument("--mtu", type=int, help="with --delay: bytes of the largest packet (default: 1500)")
-
-
-def distance_of(options: argparse.Namespace) -> Distance | None:
-    """The distance of `add_distance`'s options; None without a delay. Raises ValueError where they make no sense."""
-    if getattr(options, "delay", None) is None:
-        if getattr(options, "loss", None) is not None or getattr(options, "mtu", None) is not None:
-            raise ValueError("--loss and --mtu are of links with a distance: give them a --delay")
-        return None
-    lost = re.fullmatch(r"(\d+(?:\.\d+)?)%", options.loss or "0%")
-    if lost is None:
-        raise ValueError(f"--loss {options.loss}: expected a share in percent such as 0.1%")
-    return Distance(parse_time(options.delay, "--delay"), float(lost[1]) / 100, options.mtu or 1500)
 
 
 def network_of(options: argparse.Namespace) -> tuple[dict[str, int | None], Distance | None]:
@@ -104,7 +84,8 @@ def network_of(options: argparse.Namespace) -> tuple[dict[str, int | None], Dist
         ValueError: they make no sense, by themselves or together.
     """
     rates = {text: parse_rate(text) for text in getattr(options, "rates", None) or [options.rate]}
-    distance = distance_of(options)
+    delay = getattr(options, "delay", None)
+    distance = None if delay is None else Distance(parse_time(delay, "--delay"))
     if distance is not None and None in rates.values():
         raise ValueError("--delay needs a rate: a loopback has no distance")
     return rates, distance

@@ -118,9 +118,8 @@ class Loopback(Processes):
             return None, [] if function is None else self.run(function, arguments, timeout, follow)
         size = self.world_size // self.per_node
         numel = max(size, round(self.rate / 8 * verification.SECONDS / 8 * size / (size - 1)))
-        job: dict[str, Any] = {"numel": numel, "repeats": 5 if self.delay else 15, "peers": self._peers()}
-        job |= {"per_node": self.per_node}
-        job |= {"size": verification.stream_bytes(self.rate), "arguments": dict(arguments)}
+        job: dict[str, Any] = {"numel": numel, "repeats": 5 if self.delay else 15, "per_node": self.per_node}
+        job |= {"piece": verification.stream_bytes(self.rate) if self.delay else 0, "arguments": dict(arguments)}
         job["function"] = None if function is None else path_of(function)
         ranks = self.run(proven, job, timeout, follow)
         first = ranks[:: self.per_node]
@@ -134,10 +133,6 @@ class Loopback(Processes):
     def sent_bytes(self, rank: int) -> int | None:
         """As `verification.sent_bytes` of a rank, by any process; None where the kernel's count is not one rank's."""
         return None
-
-    def _peers(self) -> list[str]:
-        """The addresses to ping, by rank; none where links have no distance."""
-        return []
 
     def _tcp(self) -> dict[str, str]:
         return {}
@@ -246,8 +241,7 @@ class DistantLinks(ShapedLinks):
 
     def __str__(self) -> str:
         assert self.distance is not None
-        lost = f", {self.distance.loss * 100:g} % lost" if self.distance.loss else ""
-        return f"{super().__str__()}, {self.delay * 1e3:g} ms one way{lost}, MTU {self.distance.mtu}"
+        return f"{super().__str__()}, {self.delay * 1e3:g} ms one way, MTU {self.distance.mtu}"
 
     def _make(self) -> None:
         assert self.distance is not None
@@ -304,9 +298,6 @@ class DistantLinks(ShapedLinks):
             self._emulator.wait()
             self._emulator = None
         super()._remove()
-
-    def _peers(self) -> list[str]:
-        return [_address(rank) for rank in range(self.world_size)]
 
     def _tcp(self) -> dict[str, str]:
         inside = [*self._prefix(0), "cat", *(f"/proc/sys/net/ipv4/tcp_{name}" for name in _TCP)]

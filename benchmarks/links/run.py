@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         late, worst = counts["late_mean_s"] * 1e3, counts["late_worst_s"] * 1e3
         print(
             f"{counts['packets']} packets, {late:.2f} ms late on average, {worst:.1f} at worst; "
-            f"{counts['lost']} lost, {counts['dropped']} dropped by full queues",
+            f"{counts['dropped']} dropped by full queues",
             file=sys.stderr,
         )
     return status

@@ -8,9 +8,6 @@ the delay, and the all-reduce that nothing is faster than it can be.
 from __future__ import annotations
 
 import os
-import socket
-import struct
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
@@ -29,7 +26,6 @@ TOLERANCE = 1.3
 SECONDS = 0.02
 #: Pieces of a stream, each a tenth of a second of the link: first untimed, as TCP's window opens, then timed.
 PIECES_FIRST, PIECES, PIECE_SECONDS = 10, 5, 0.1
-_STREAM_PORT = 29499
 #: How much longer than two ways a ping may take: a share of them, and seconds that busy processors need to answer.
 PING_SHARE, PING_SECONDS = 0.1, 2e-3
 PINGS = 9
@@ -151,8 +147,7 @@ def _measured(proof: Proof) -> str:
 def proven(
     numel: int,
     repeats: int,
-    peers: Sequence[str],
-    size: int,
+    piece: int,
     function: str | None,
     arguments: Mapping[str, Any],
     per_node: int = 1,
@@ -161,15 +156,14 @@ def proven(
 
     Args:
         numel, repeats: of `timed_all_reduce`.
-        peers: every rank's address, to ping the next one's, and send it a stream; empty: do not.
-        size: bytes of a piece of the stream.
+        piece: bytes of a piece of the stream that each rank sends the next one, after pings; 0: neither.
         function, arguments: what to call after that, by `launch.path_of`; None: nothing.
         per_node: ranks that share a link, of which the first makes the all-reduce.
     """
     return {
         "times": timed_all_reduce(numel, repeats, per_node),
-        "pings": ping(peers[(dist.get_rank() + 1) % len(peers)], PINGS) if peers else [],
-        "stream": timed_stream(peers, size) if peers else [],
+        "pings": ping(PINGS) if piece else [],
+        "stream": timed_stream(piece) if piece else [],
         "result": None if function is None else function_at(function)(**arguments),
     }
 
@@ -192,73 +186,53 @@ def timed_all_reduce(numel: int, repeats: int, per_node: int = 1) -> list[float]
     return times[5:]
 
 
-def timed_stream(peers: Sequence[str], size: int) -> list[float]:
-    """Seconds after which each next `size` bytes of a stream over TCP have arrived from the rank before, since before
-    it sent the first. A collective: all ranks send, and receive, at once."""
-    rank, moments = dist.get_rank(), []
-    with socket.create_server((peers[rank], _STREAM_PORT)) as server:
-        begin = time.perf_counter()
-        dist.barrier()
-        with socket.create_connection((peers[(rank + 1) % len(peers)], _STREAM_PORT)) as following:
-            preceding, _ = server.accept()
-            with preceding:
-                sending = threading.Thread(target=_send, args=(following, bytes(size)))
-                sending.start()
-                into = bytearray(1 << 20)
-                for _ in range(PIECES_FIRST + PIECES):
-                    left = size
-                    while left:
-                        came = preceding.recv_into(into, min(left, len(into)))
-                        if not came:
-                            raise LinkError("the stream of the rank before has ended early")
-                        left -= came
-                    moments.append(time.perf_counter() - begin)
-                sending.join()
+def timed_stream(piece: int) -> list[float]:
+    """Seconds after which each next `piece` bytes of a stream have arrived from the rank before, since before it sent
+    the first. A collective: all send, and receive, at once; receives are posted ahead, so that TCP never waits."""
+    (before, following), numbers, moments = _beside(), range(PIECES_FIRST + PIECES), []
+    sent, into = torch.zeros(2, piece, dtype=torch.uint8)
+    arriving = [dist.irecv(into, before, tag=number) for number in numbers]
+    begin = time.perf_counter()
+    dist.barrier()
+    leaving = [dist.isend(sent, following, tag=number) for number in numbers]
+    for work in arriving:
+        _wait(work)
+        moments.append(time.perf_counter() - begin)
+    for work in leaving:
+        _wait(work)
     return moments
 
 
-def _send(wire: socket.socket, piece: bytes) -> None:
-    """The other end of `timed_stream`."""
-    for _ in range(PIECES_FIRST + PIECES):
-        wire.sendall(piece)
-
-
-def ping(address: str, times: int) -> list[float]:
-    """Seconds from each echo request to its reply (RFC 792), which the other side's kernel sends. Needs root.
-
-    Raises:
-        OSError: none comes within five seconds, or there is no right to ask.
-    """
-    identifier, spent = os.getpid() & 0xFFFF, []
-    with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as wire:
-        for number in range(times):
-            head = struct.pack("!BBHHH", 8, 0, 0, identifier, number)
-            total = sum(struct.unpack("!4H", head))
-            total = (total & 0xFFFF) + (total >> 16)
-            head = struct.pack("!BBHHH", 8, 0, ~total & 0xFFFF, identifier, number)
-            wire.settimeout(1.0)
-            for _ in range(5):  # some links lose packets
-                begin = time.perf_counter()
-                wire.sendto(head, (address, 0))
-                if _replied(wire, identifier, number):
-                    spent.append(time.perf_counter() - begin)
-                    break
-            else:
-                raise OSError(f"{address} does not answer a ping")
-            time.sleep(2e-3)
+def ping(times: int) -> list[float]:
+    """Seconds from each message to the next rank until its answer. A collective; receives are posted ahead."""
+    (before, following), spent, leaving = _beside(), [], []
+    letter, into = torch.zeros(2, 1)
+    asked, answered = (
+        [dist.irecv(into, rank, tag=2 * number + answer) for number in range(times)]
+        for answer, rank in enumerate((before, following))
+    )
+    dist.barrier()
+    for number in range(times):
+        begin = time.perf_counter()
+        leaving.append(dist.isend(letter, following, tag=2 * number))
+        _wait(asked[number])
+        leaving.append(dist.isend(letter, before, tag=2 * number + 1))
+        _wait(answered[number])
+        spent.append(time.perf_counter() - begin)
+    for work in leaving:
+        _wait(work)
     return spent
 
 
-def _replied(wire: socket.socket, identifier: int, number: int) -> bool:
-    """True if the reply comes in time; others' packets are passed over."""
-    while True:
-        try:
-            packet = wire.recv(2048)
-        except TimeoutError:
-            return False
-        begin = (packet[0] & 15) * 4
-        if packet[begin] == 0 and struct.unpack_from("!HH", packet, begin + 4) == (identifier, number):
-            return True
+def _beside() -> tuple[int, int]:
+    """The rank before this one, and the next."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return (rank - 1) % size, (rank + 1) % size
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
 
 
 def sent_bytes() -> int:
