@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -70,25 +70,14 @@ class Processes:
         """
         deadline = time.monotonic() + timeout
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
-            port = self.port()
-            processes: list[subprocess.Popen[bytes]] = []
-            stack.callback(_end, processes)
-            for rank in range(self.world_size):
-                job = {
-                    "function": path_of(function),
-                    "arguments": dict(arguments),
-                    "result": str(folder / f"{rank}.json"),
-                    "timeout": timeout,
-                }
-                variables = self._variables(rank, port) | {"OMP_NUM_THREADS": "1"}
-                command = [*self._prefix(rank), sys.executable, "-m", __spec__.name, json.dumps(job)]
-                with (folder / f"{rank}.log").open("wb") as log:
-                    processes.append(_start(command, variables, log))
+            folder = self._folder(stack)
+            results = [folder / f"{rank}.json" for rank in range(self.world_size)]
+            job = {"function": path_of(function), "arguments": dict(arguments), "timeout": timeout}
+            jobs = [json.dumps({**job, "result": str(result)}) for result in results]
+            processes = self._all(stack, folder, [(sys.executable, "-m", __spec__.name, job) for job in jobs])
             with (folder / "0.log").open(errors="replace") as written:
                 while any(process.poll() is None for process in processes):
-                    failed = [rank for rank, process in enumerate(processes) if process.poll()]
-                    if failed or time.monotonic() > deadline:
+                    if any(process.poll() for process in processes) or time.monotonic() > deadline:
                         break
                     self.check()
                     time.sleep(0.02)
@@ -96,11 +85,10 @@ class Processes:
                         follow(line.rstrip("\n"))
             for rank, process in enumerate(processes):
                 if process.poll():
-                    said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-3000:]
-                    raise LinkError(f"rank {rank} ended with status {process.returncode}:\n{said}")
+                    raise LinkError(_ended(rank, process.returncode, folder))
             if any(process.poll() is None for process in processes):
                 raise LinkError(f"{function.__qualname__} was not done after {timeout:.0f} s on {self}")
-            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(self.world_size)]
+            return [json.loads(result.read_text()) for result in results]
 
     def run_program(self, command: Sequence[str]) -> int:
         """Run a program on every rank, with the variables that `torchrun` sets; each rank is a node of its own.
@@ -115,42 +103,60 @@ class Processes:
             LinkError: there is no such program.
         """
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
-            port = self.port()
-            processes: list[subprocess.Popen[bytes]] = []
-            stack.callback(_end, processes)
-            for rank in range(self.world_size):
-                whole = [*self._prefix(rank), *command]
-                variables = {"OMP_NUM_THREADS": "1", **self._variables(rank, port)}
-                variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-                try:
-                    if rank == 0:
-                        processes.append(_start(whole, variables, None))
-                    else:
-                        with (folder / f"{rank}.log").open("wb") as log:
-                            processes.append(_start(whole, variables, log))
-                except OSError as error:
-                    raise LinkError(f"{command[0]} cannot be run: {error}") from error
-            deadline = float("inf")
+            folder, deadline = self._folder(stack), float("inf")
+            local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            local["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+            try:
+                processes = self._all(stack, folder, [command] * self.world_size, local, shown=True)
+            except OSError as error:
+                raise LinkError(f"{command[0]} cannot be run: {error}") from error
             while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
                 if any(process.poll() for process in processes):
                     deadline = min(deadline, time.monotonic() + GRACE)
                 self.check()
                 time.sleep(0.02)
             statuses = [process.poll() for process in processes]  # None: has to be ended
-            for rank, status in enumerate(statuses):
-                if rank and status:
-                    said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-3000:]
-                    print(f"rank {rank} ended with status {status}:\n{said}", file=sys.stderr)
-                    break
+            failed = next((rank for rank, status in enumerate(statuses) if rank and status), None)
+            if failed is not None:
+                print(_ended(failed, statuses[failed], folder), file=sys.stderr)
             return max(status if status >= 0 else 128 - status for status in statuses if status is not None)
+
+    def _folder(self, stack: ExitStack) -> Path:
+        """A temporary one."""
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
+
+    def _all(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        commands: Sequence[Sequence[str]],
+        variables: Mapping[str, str] = MappingProxyType({}),
+        shown: bool = False,
+    ) -> list[subprocess.Popen[bytes]]:
+        """A process for each rank, which `stack` ends. They write to files in the folder, but rank 0, if `shown`, where
+        this process does. Raises OSError."""
+        port, processes = self.port(), list[subprocess.Popen[bytes]]()
+        stack.callback(_end, processes)
+        for rank, command in enumerate(commands):
+            with ExitStack() as files:
+                log = None if shown and not rank else files.enter_context((folder / f"{rank}.log").open("wb"))
+                processes.append(self.start(rank, command, port, log, variables))
+        return processes
 
     def start(
         self, rank: int, command: Sequence[str], port: int, log: Any, variables: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """A process where `rank` runs, with its variables and these, whose output goes to `log`. The caller ends it."""
-        ours = self._variables(rank, port) | {"OMP_NUM_THREADS": "1"}
-        return _start([*self._prefix(rank), *command], ours | dict(variables), log)
+        """A process where `rank` runs, with its variables and these, in a session of its own. It writes to `log`, or
+        where this one does if that is None. The caller ends it."""
+        error = None if log is None else subprocess.STDOUT
+        return subprocess.Popen(
+            [*self._prefix(rank), *command],
+            env=self._variables(rank, port) | dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=error,
+            start_new_session=True,
+        )
 
     def host(self, rank: int) -> str:
         """The address at which the others find `rank`."""
@@ -163,6 +169,7 @@ class Processes:
         return {
             **os.environ,
             **self._address(port),
+            "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that addresses in namespaces have no names
@@ -194,12 +201,10 @@ def function_at(path: str) -> Callable[..., Any]:
     return found
 
 
-def _start(command: Sequence[str], variables: Mapping[str, str], log: Any) -> subprocess.Popen[bytes]:
-    """A process in a session of its own, writing to `log`, or where this one does if that is None."""
-    error = None if log is None else subprocess.STDOUT
-    return subprocess.Popen(
-        command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=error, start_new_session=True
-    )
+def _ended(rank: int, status: int | None, folder: Path) -> str:
+    """The end of a rank, and the last that it wrote."""
+    said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-3000:]
+    return f"rank {rank} ended with status {status}:\n{said}"
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
