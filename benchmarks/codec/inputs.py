@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..common.language_model import LanguageModel, Recipe, batches, standard_library, train_step
+from ..learning.demo import task_of
 
 #: Training steps whose gradients are captured, counted from 0. Not the first: the model's blocks begin with an output
 #: projection of zeros, and until that has learned something, what lies before it has no gradient.
@@ -49,10 +49,9 @@ def capture(seed: int = 0) -> Tensor:
     changed their scale alone. Takes some seconds. `CAPTURED_STEPS` says which steps; parameters are in order.
     """
     torch.manual_seed(seed)
-    recipe = Recipe()
-    model = LanguageModel(context=recipe.context)
-    optimizer = recipe.optimizer(model)
-    data = batches(standard_library().train, recipe.batch, recipe.context, seed)
+    task = task_of(ranks=1)
+    model = task.model()
+    optimizer, data = task.new_optimizer(model), task.batches(seed, 0, 1)
     gradients: list[Tensor] = []
 
     def keep(*_: object) -> None:
@@ -60,7 +59,7 @@ def capture(seed: int = 0) -> Tensor:
 
     optimizer.register_step_pre_hook(keep)
     for step in range(CAPTURED_STEPS[-1] + 1):
-        train_step(model, optimizer, recipe, step, *next(data))
+        task.train_step(model, optimizer, step, next(data))
         if step not in CAPTURED_STEPS:
             gradients.pop()
     return torch.stack(gradients)

@@ -1,8 +1,7 @@
 """A small language model and its data, for benchmarks that need something real to learn.
 
 The text is the Python standard library's own source, which every machine that runs this has: nothing is downloaded.
-The model predicts its next byte. One `Recipe` serves every way of exchanging gradients, so that what differs between
-two runs is the exchange alone.
+The model predicts its next byte.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,13 +105,6 @@ def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
     return rows[:, :-1], rows[:, 1:]
 
 
-def batches(text: Tensor, count: int, context: int, seed: int, rank: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random windows without end, `count` at a time; the same for the same seed and rank."""
-    generator = torch.Generator().manual_seed(seed << 16 | rank)
-    while True:
-        yield windows(text, torch.randint(len(text) - context, (count,), generator=generator), context)
-
-
 def validation_starts(text: Tensor, count: int, context: int) -> Tensor:
     """Starts of `count` windows that lie evenly over `text`: the same in every run."""
     return torch.linspace(0, len(text) - context - 1, count, dtype=torch.float64).long()
@@ -179,52 +171,6 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Pairs of elements, half the last dimension apart, turned by their angle."""
     (first, second), cosine, sine = x.chunk(2, dim=-1), angles.cos(), angles.sin()
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The recipe, the same for every arm: AdamW under a linear warm-up and a cosine decay to zero, with clipping.
-
-    Attributes:
-        steps: optimizer steps.
-        batch: windows per rank and step.
-        context: bytes per window.
-        learning_rate: at the end of the warm-up.
-        warmup: share of the steps over which the learning rate rises.
-        betas, weight_decay: of AdamW.
-        clip: largest norm of the averaged gradient.
-    """
-
-    steps: int = 300
-    batch: int = 4
-    context: int = 64
-    learning_rate: float = 1e-3
-    warmup: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.01
-    clip: float = 1.0
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        return warm_up_and_decay(step, self.steps, self.learning_rate, self.warmup)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            model.parameters(), lr=self.learning_rate, betas=self.betas, weight_decay=self.weight_decay, fused=True
-        )
-
-
-def train_step(
-    forward: Callable[[Tensor], Tensor],
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    step: int,
-    inputs: Tensor,
-    targets: Tensor,
-) -> None:
-    """One step: forward (the model, or DDP around it), backward, clip, update."""
-    F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten()).backward()
-    update([optimizer], recipe.rate(step), recipe.clip)
 
 
 def warm_up_and_decay(step: int, steps: int, highest: float, warmup: float) -> float:

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 -m gradwire.benchmarks.learning.demo --seeds 3
 
-Every arm starts from the same weights and sees the same batches under the same recipe (`language_model`). What comes
-out: a table, `demo.png` and `demo.json`.
+Every arm starts from the same weights and sees the same batches under the same recipe (`task_of`). What comes out: a
+table, `demo.png` and `demo.json`.
 """
 
 from __future__ import annotations
@@ -21,32 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..common.arms import DEMONSTRATED as ARMS
 from ..common.arms import Arm
-from ..common.language_model import (
-    Corpus,
-    LanguageModel,
-    Recipe,
-    batches,
-    bits_per_byte,
-    standard_library,
-    total_loss,
-    train_step,
-    validation_starts,
-    windows,
-)
 from ..common.progress import Progress
 from ..common.report import Table, document, label_ends, save, subplots, write_json
-from .tasks import require_equal_replicas
+from .tasks import SMALL, Task, require_equal_replicas, validate
+from .train import prepared
 
-#: Small, so that even this model has several buckets, as large ones do.
-BUCKET_MB = 1
-#: Validation windows, over all ranks, and how often they are read.
-VALIDATION_WINDOWS = 512
-EVALUATIONS = 10
+STEPS, LEARNING_RATE = 300, 1e-3
+#: Samples of each rank, and how often validation windows are read.
+BATCH, EVALUATIONS = 4, 10
 PHASES = ("encode", "exchange", "decode")
 
 
@@ -82,42 +68,40 @@ class Run:
         return sent * 8 / steps / self.elements_per_step
 
 
-def train(arm: Arm, recipe: Recipe, corpus: Corpus, seed: int, progress: Progress) -> Run:
+def task_of(ranks: int, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> Task:
+    """What is learned. A residual keeps back what arrives late, and goes with less momentum than usual; float32 ends
+    lower with it too."""
+    rates = {"adamw": learning_rate}
+    task = dataclasses.replace(SMALL, name="demo", steps=steps, batch=BATCH * ranks, optimizer="adamw", beta=0.5)
+    return dataclasses.replace(task, learning_rates=rates, validation_windows=512)
+
+
+def train(arm: Arm, task: Task, seed: int, progress: Progress) -> Run:
     """Train one arm. A collective; rank 0's figures are the ones to keep.
 
     Raises:
         RuntimeError: the ranks' models differ at the end.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(seed)
-    model = LanguageModel(context=recipe.context)
-    elements = sum(p.numel() for p in model.parameters())
-    installed = arm.install(model, BUCKET_MB, seed, exchange="gather")
-    optimizer = recipe.optimizer(model)
-    data = batches(corpus.train, recipe.batch, recipe.context, seed, rank)
-    starts = validation_starts(corpus.validation, VALIDATION_WINDOWS, recipe.context)
-    inputs, targets = windows(corpus.validation, starts, recipe.context)
-    readings = {-(-recipe.steps * i // EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
-
+    installed, optimizer, data = prepared(task, arm, seed)
+    elements = sum(p.numel() for p in installed.module.parameters())
+    readings = {-(-task.steps * i // EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
     curve, times, note = [], [], ""
-    for step in range(recipe.steps):
+    for step in range(task.steps):
         batch = next(data)
         start = time.perf_counter()
-        train_step(installed.model, optimizer, recipe, step, *batch)
+        task.train_step(installed.model, optimizer, step, batch)
         times.append(time.perf_counter() - start)
         if step + 1 in readings:
-            loss = torch.tensor(total_loss(model, inputs[rank::world_size], targets[rank::world_size]))
-            dist.all_reduce(loss)
-            done = installed.statistics()
+            loss, done = validate(task, installed.module)["loss"], installed.statistics()
             sent = done.bytes_sent if done else round(arm.bits / 8) * elements * (step + 1)
-            curve.append(Point(step + 1, bits_per_byte(loss.item(), targets.numel()), sent))
-            note = f"{curve[-1].bits_per_byte:.3f} bits per byte"
+            curve.append(Point(step + 1, loss, sent))
+            note = f"{loss:.3f} bits per byte"
         progress.advance(1, f"{arm.title}, seed {seed}, step {step + 1}: {note}")
     done = installed.statistics()
     installed.close()
-    require_equal_replicas(model)
-    if rank == 0:
-        print(f"{arm.title}, seed {seed}: {note} after {recipe.steps} steps, {sum(times):.0f} s", flush=True)
+    require_equal_replicas(installed.module)
+    if dist.get_rank() == 0:
+        print(f"{arm.title}, seed {seed}: {note} after {task.steps} steps, {sum(times):.0f} s", flush=True)
     phases = dict(done.seconds) if done else {}
     return Run(arm.name, seed, elements, tuple(curve), statistics.median(times), sum(times), phases)
 
@@ -221,11 +205,11 @@ def plot(runs: Sequence[Run], path: Path, caption: str) -> None:
     save(figure, path, dpi=150)
 
 
-def report(runs: Sequence[Run], content: dict[str, Any], output: str, recipe: Recipe) -> None:
+def report(runs: Sequence[Run], content: dict[str, Any], output: str) -> None:
     """Print the table and what it means; write `output`.png and `output`.json."""
     summaries = summarize(runs)
     seeds, ranks = len({run.seed for run in runs}), content["ranks"]
-    model = f"{content['parameters'] / 1e6:.2f} M parameters, {recipe.steps} steps, {ranks} ranks"
+    model = f"{content['parameters'] / 1e6:.2f} M parameters, {content['task']['steps']} steps, {ranks} ranks"
     notes = limits(seeds, ranks, os.cpu_count())
     title = f"A byte-level language model, {model}"
     Table(title, *table(summaries), caption="\n".join(f"- {note}" for note in notes)).print()
@@ -238,8 +222,8 @@ def report(runs: Sequence[Run], content: dict[str, Any], output: str, recipe: Re
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gradwire.benchmarks.learning.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=positive, default=1, help="train every arm with seeds 0 to N-1 (1)")
-    parser.add_argument("--steps", type=positive, default=Recipe.steps, help=f"optimizer steps ({Recipe.steps})")
-    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate, help="after the warm-up")
+    parser.add_argument("--steps", type=positive, default=STEPS, help=f"optimizer steps ({STEPS})")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="after the warm-up")
     parser.add_argument("--arms", type=arms, default=tuple(ARMS.values()), help=f"of {','.join(ARMS)}; all by default")
     parser.add_argument("--output", default="demo", help="write OUTPUT.png and OUTPUT.json (demo)")
     return parser.parse_args(arguments)
@@ -265,29 +249,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     dist.init_process_group("gloo")
     rank, start = dist.get_rank(), time.monotonic()
-    # What a residual keeps back arrives late, and goes with less momentum than usual; float32 ends lower with it too.
-    recipe = Recipe(steps=options.steps, learning_rate=options.learning_rate, betas=(0.5, 0.99))
-    corpus = standard_library()
+    task = task_of(dist.get_world_size(), options.steps, options.learning_rate)
     names = [arm.name for arm in options.arms]
     asked = {"seeds": options.seeds, "steps": options.steps, "learning_rate": options.learning_rate, "arms": names}
-    content = document("demo", asked) | {
-        "ranks": dist.get_world_size(),
-        "recipe": dataclasses.asdict(recipe),
-        "bucket_mb": BUCKET_MB,
-        "corpus": {"train_bytes": len(corpus.train), "validation_bytes": len(corpus.validation)}
-        | {"train_files": len(corpus.train_files), "validation_files": corpus.validation_files}
-        | {"digest": corpus.digest},
-    }
+    content = document("demo", asked)
+    content |= {"ranks": dist.get_world_size(), "task": task.describe(), "source": task.source}
     runs: list[Run] = []
     try:
-        total = len(names) * options.seeds * recipe.steps
+        total = len(names) * options.seeds * task.steps
         with Progress("demo", total, silent=rank != 0) as progress:
             for seed, arm in itertools.product(range(options.seeds), options.arms):
-                runs.append(train(arm, recipe, corpus, seed, progress))
+                runs.append(train(arm, task, seed, progress))
         if rank == 0:
             content["seconds"] = time.monotonic() - start
             content["parameters"] = runs[0].elements_per_step
-            report(runs, content, options.output, recipe)
+            report(runs, content, options.output)
     finally:
         # Models in reference cycles keep the group, and with it Gloo's threads: one that lets go of its last tensor
         # while the interpreter ends aborts the process.

@@ -47,6 +47,7 @@ class Task(ABC):
         margin: equal loss is within this share of what float32 ends at with the same seed.
         optimizer: "sgd", with a momentum of 0.9, or "adamw".
         clip: largest norm of the averaged gradient.
+        beta: β1 of AdamW.
     """
 
     loss_unit: ClassVar[str]
@@ -60,6 +61,7 @@ class Task(ABC):
     margin: float = 0.01
     optimizer: str = "sgd"
     clip: float = 1.0
+    beta: float = 0.9
 
     @property
     @abstractmethod
@@ -88,7 +90,7 @@ class Task(ABC):
     def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.parameters(), momentum=0.9)
-        return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+        return torch.optim.AdamW(model.parameters(), betas=(self.beta, 0.99), weight_decay=0.01, fused=True)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -148,7 +148,8 @@ def wire_entropy(codec: Codec, x: torch.Tensor) -> float:
 
 def test_gradients_are_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "CAPTURED_STEPS", (0, 2))
-    monkeypatch.setattr(inputs, "LanguageModel", functools.partial(inputs.LanguageModel, width=16, layers=1, heads=2))
+    small = dataclasses.replace(inputs.task_of(1), width=16, layers=1, heads=2)
+    monkeypatch.setattr(inputs, "task_of", lambda ranks: small)
     file = tmp_path / "deep" / "gradients.npy"
     first = inputs.captured(file)
     assert first.shape[0] == 2
