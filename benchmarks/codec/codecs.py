@@ -21,9 +21,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ...compress import CODECS, Codec, TopK
 from ..common import report
 from ..common.arguments import expect_at_least
@@ -32,7 +29,7 @@ from ..common.progress import Progress
 from . import inputs
 from .baselines import pytorch_baselines
 from .quality import quality
-from .speed import Condition, measure, measure_baselines, torch_threads
+from .speed import measure, measure_baselines, torch_threads
 
 OPERATIONS = {
     "add": "torch.add(grad, residual, out=residual): the roofline",
@@ -46,10 +43,6 @@ OPERATIONS = {
 }
 #: In the table.
 SHOWN = ("encode_feedback", "encode", "decode_mean", "encode_tracking")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: The reference backend is the specification in NumPy, some hundred times slower: it gets less to do.
-REFERENCE_NUMEL, REFERENCE_REPEATS = 1 << 20, 3
-BACKENDS_HELP = "cpu and/or reference: the latter on one thread, on at most 2^20 elements (default: cpu)"
 #: Okabe and Ito's colours, which tell apart whatever one's eyes: for each operation in the picture.
 COLOURS = {"encode_feedback": "#0072B2", "decode_mean": "#E69F00"}
 
@@ -65,10 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw times beside the roofline")
     speed = parser.add_argument_group("speed")
     speed.add_argument("--numel", type=int, nargs="+", default=[1 << 24], help="elements (default: 2^24)")
-    speed.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=["float32"], help="of the gradient")
-    speed.add_argument("--backends", nargs="+", choices=("cpu", "reference"), default=["cpu"], help=BACKENDS_HELP)
     speed.add_argument("--threads", type=int, nargs="+", default=threads, help="for torch and gradwire (1 and all)")
-    speed.add_argument("--speed-inputs", nargs="+", choices=inputs.INPUTS, default=["gaussian"], help="gradients")
     speed.add_argument("--ranks", type=int, default=4, help="wires that decode_mean reads (default: %(default)s)")
     speed.add_argument("--repeats", type=int, default=15, help="timings of each operation (default: %(default)s)")
     speed.add_argument("--warmup", type=int, default=20, help="untimed encodes first (default: %(default)s)")
@@ -76,9 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--inputs", nargs="+", choices=inputs.INPUTS, default=list(inputs.INPUTS), help="default: all")
     more.add_argument("--quality-numel", type=int, default=1 << 18, help="elements (default: 2^18)")
     more.add_argument("--seeds", type=int, default=64, help="draws of stochastic codecs (default: %(default)s)")
-    more.add_argument(
-        "--captured", type=Path, metavar="FILE.npy", help="keep captured gradients there, or take them from there"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -86,21 +73,16 @@ def run(options: argparse.Namespace) -> int:
     expect_at_least(options, ranks=1, repeats=1, warmup=0, quality_numel=1, seeds=2, numel=1, threads=1)
     arguments = {name: value for name, value in vars(options).items() if name not in ("command", "json", "plot")}
     with torch_threads(max(options.threads)):
-        result = report.document("codecs", {**arguments, "captured": options.captured and str(options.captured)})
+        result = report.document("codecs", arguments)
     result |= {"operations": OPERATIONS, "codecs": [], "rivals": [], "quality": []}
     codecs = selected(options.codecs, options.density)
-    wants = [
-        *(options.speed_inputs if "speed" in options.tables else ()),
-        *options.inputs * ("quality" in options.tables),
-    ]
-    recorded = inputs.captured(options.captured) if "captured" in wants else None
-    crossed = conditions(options) if "speed" in options.tables else []
+    crossed = list(itertools.product(options.numel, options.threads)) if "speed" in options.tables else []
     checked = options.inputs if "quality" in options.tables else []
     with Progress("codecs", len(crossed) * (len(codecs) + 1) + len(checked) * len(codecs)) as progress:
-        for condition in crossed:
-            add_speed(result, condition, codecs, options, recorded, progress)
+        for numel, threads in crossed:
+            add_speed(result, numel, threads, codecs, options, progress)
         for name in checked:
-            gradient = inputs.gradient(name, options.quality_numel, 0, recorded)
+            gradient = inputs.gradient(name, options.quality_numel)
             with torch_threads(1):
                 for codec in codecs:
                     progress.advance(1, f"{label(codec)} on {name} gradients")
@@ -120,49 +102,32 @@ def selected(names: Sequence[str], densities: Sequence[float]) -> list[Codec]:
     return codecs
 
 
-def conditions(options: argparse.Namespace) -> list[Condition]:
-    """Every cell of the cross; the reference backend runs on one thread, and on at most `REFERENCE_NUMEL` elements."""
-    cells = itertools.product(options.backends, options.dtypes, options.numel, options.speed_inputs, options.threads)
-    found = []
-    for backend, dtype, numel, name, threads in cells:
-        slow = backend == "reference"
-        most = min(numel, REFERENCE_NUMEL) if slow else numel
-        found.append(Condition(backend, DTYPES[dtype], most, name, 1 if slow else threads))
-    return list(dict.fromkeys(found))
-
-
 def add_speed(
     result: dict[str, Any],
-    condition: Condition,
+    numel: int,
+    threads: int,
     codecs: Sequence[Codec],
     options: argparse.Namespace,
-    recorded: Tensor | None,
     progress: Progress,
 ) -> None:
-    """Time every codec under one condition, and PyTorch's own compressions where that makes sense."""
-    gradients = [x.to(condition.dtype) for x in inputs.sequence(condition.gradients, condition.numel, 4, recorded)]
-    slow = condition.backend == "reference"
-    repeats, warmup = (min(REFERENCE_REPEATS, options.repeats), 1) if slow else (options.repeats, options.warmup)
-    where = f"{condition.threads} thread(s)"
+    """Time every codec, and PyTorch's own compressions."""
+    gradients = inputs.sequence("gaussian", numel, 4)
     for codec in codecs:
-        progress.advance(1, f"{label(codec)}, {where}")
-        result["codecs"].append(measure(codec, gradients, condition, options.ranks, repeats, warmup))
-    progress.advance(1, f"PyTorch's own, {where}")
-    if not slow and condition.dtype == torch.float32:
-        baselines = pytorch_baselines(gradients[0], options.ranks)
-        result["rivals"] += measure_baselines(baselines, gradients, condition, repeats)
+        progress.advance(1, f"{label(codec)}, {threads} thread(s)")
+        result["codecs"].append(measure(codec, gradients, threads, options.ranks, options.repeats, options.warmup))
+    progress.advance(1, f"PyTorch's own, {threads} thread(s)")
+    baselines = pytorch_baselines(gradients[0], options.ranks)
+    result["rivals"] += measure_baselines(baselines, gradients, threads, options.repeats)
 
 
 def tables(result: Mapping[str, Any]) -> list[report.Table]:
     """Times under each condition, then what each codec does to each kind of gradient."""
-    facts = ("backend", "dtype", "numel", "gradients", "threads")
     arguments = result["arguments"]
     rows = [*result["codecs"], *result["rivals"]]
     where = report.describe(result["environment"])
     found = []
-    for condition in dict.fromkeys(tuple(row[name] for name in facts) for row in rows):
-        group = [row for row in rows if tuple(row[name] for name in facts) == condition]
-        backend, dtype, numel, gradients, threads = condition
+    for numel, threads in dict.fromkeys((row["numel"], row["threads"]) for row in rows):
+        group = [row for row in rows if (row["numel"], row["threads"]) == (numel, threads)]
         add = report.median([row["gelem_per_s"]["add"] for row in group])
         notes = (
             f"{where}\nmedians of {arguments['repeats']} in turns, in units of torch.add(grad, residual, out=residual) "
@@ -170,7 +135,7 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
             f"decode: the mean of {arguments['ranks']} wires; Tracking: EF with a momentum, 5/3 of the traffic; in "
             "torch: EF as a chain of torch's operations, and PyTorch's hooks there and back"
         )
-        title = f"Codecs on {numel:,} {dtype}, {gradients}, backend {backend}, {threads} thread(s)"
+        title = f"Codecs on {numel:,} float32, gaussian, backend cpu, {threads} thread(s)"
         columns = ["codec", "bits", "EF", "encode", "decode", "Tracking", "in torch"]
         found.append(report.Table(title, columns, [speed_row(row) for row in group], notes))
     kinds = list(dict.fromkeys(row["gradients"] for row in result["quality"]))
@@ -213,7 +178,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         ValueError: nothing was timed.
     """
-    facts = ("backend", "dtype", "numel", "gradients", "threads")
+    facts = ("numel", "threads")
     rows = [row for row in result["codecs"] if all(row[name] == result["codecs"][0][name] for name in facts)]
     if not rows:
         raise ValueError("--plot draws speed, and nothing was timed: --tables must include speed")
@@ -231,8 +196,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     axes.grid(axis="x", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    backend, dtype, numel, gradients, threads = (rows[0][name] for name in facts)
-    where = f"{numel / 1e6:.3g} M {dtype}, {gradients}, backend {backend}, {threads} thread{'s' * (threads > 1)}"
+    numel, threads = (rows[0][name] for name in facts)
+    where = f"{numel / 1e6:.3g} M float32, gaussian, backend cpu, {threads} thread{'s' * (threads > 1)}"
     figure.suptitle(f"Time of codecs beside one pass over memory\n{where}", fontsize=10)
     report.save(figure, path, dpi=110)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +43,7 @@ MADE: dict[str, Callable[[int, torch.Generator], Tensor]] = {
 INPUTS = (*MADE, "captured")
 
 
+@cache
 def capture(seed: int = 0) -> Tensor:
     """Gradients of the demo's language model, float32 [steps, parameters], as its optimizer sees them: clipping has
     changed their scale alone. Takes some seconds. `CAPTURED_STEPS` says which steps; parameters are in order.
@@ -65,37 +65,18 @@ def capture(seed: int = 0) -> Tensor:
     return torch.stack(gradients)
 
 
-def captured(file: Path | None) -> Tensor:
-    """The gradients of `capture`, read from `file` if it exists, else written to it.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
-    if file is None:
-        return capture()
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as out:
-            np.save(out, capture().numpy())
-    gradients = np.load(file)
-    if gradients.dtype != np.float32 or gradients.ndim != 2 or not gradients.size:
-        raise ValueError(f"{file}: expected float32 [gradients, parameters], got {gradients.dtype} {gradients.shape}")
-    return torch.from_numpy(gradients)
-
-
-def gradient(name: str, numel: int, seed: int, recorded: Tensor | None = None) -> Tensor:
-    """A float32 gradient of `numel` elements. Captured ones, from `recorded`, repeat where they are too short,
+def gradient(name: str, numel: int, seed: int = 0) -> Tensor:
+    """A float32 gradient of `numel` elements. Captured ones repeat where they are too short,
     and lend their middle where they are too long: they begin with the embedding of bytes, many of which never occur."""
     if name == "captured":
-        if recorded is None:
-            raise ValueError("captured gradients have to be captured first")
+        recorded = capture()
         row = recorded[seed % len(recorded)]
         start = max(0, len(row) - numel) // 2
         return row.repeat(-(-numel // len(row)))[start : start + numel].clone()
     return MADE[name](numel, torch.Generator().manual_seed(seed))
 
 
-def sequence(name: str, numel: int, count: int, recorded: Tensor | None = None) -> list[Tensor]:
+def sequence(name: str, numel: int, count: int) -> list[Tensor]:
     """`count` gradients that change a little from one to the next, as they do in training."""
-    base = gradient(name, numel, 0, recorded)
-    return [base + 0.3 * gradient(name, numel, 1 + i, recorded) for i in range(count)]
+    base = gradient(name, numel)
+    return [base + 0.3 * gradient(name, numel, 1 + i) for i in range(count)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...compress import Codec, Tracking, new_draw
-from ...compress.backends import use_backend
 from ...compress.feedback.base import FeedbackState
 from ..common import report
 from ..common.arms import label
@@ -26,20 +23,6 @@ from .baselines import Baseline, Operation, torch_chain
 PAUSE = 0.01
 #: A chain of torch operations takes 50 times as long as what it is compared with: fewer timings will do.
 CHAIN_REPEATS = 3
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Under which a codec is timed; `gradients` is a name from `inputs.INPUTS`."""
-
-    backend: str
-    dtype: torch.dtype
-    numel: int
-    gradients: str
-    threads: int
-
-    def facts(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
 
 @contextmanager
@@ -54,15 +37,15 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @torch.no_grad()
 def measure(
-    codec: Codec, gradients: Sequence[Tensor], condition: Condition, ranks: int, repeats: int, warmup: int
+    codec: Codec, gradients: Sequence[Tensor], threads: int, ranks: int, repeats: int, warmup: int
 ) -> dict[str, Any]:
     """Time one codec's operations. Times in seconds, medians and all."""
-    with use_backend(condition.backend), torch_threads(condition.threads):
-        return _measure(codec, gradients, condition, ranks, repeats, warmup)
+    with torch_threads(threads):
+        return _measure(codec, gradients, threads, ranks, repeats, warmup)
 
 
 def _measure(
-    codec: Codec, gradients: Sequence[Tensor], condition: Condition, ranks: int, repeats: int, warmup: int
+    codec: Codec, gradients: Sequence[Tensor], threads: int, ranks: int, repeats: int, warmup: int
 ) -> dict[str, Any]:
     # Stochastic codecs are timed as they keep a residual: rounding to nearest. Their encode draws.
     feedback, numel = codec.with_feedback(), gradients[0].numel()
@@ -80,7 +63,7 @@ def _measure(
     tracked = FeedbackState(Tracking(), {name: torch.zeros(numel) for name in Tracking.state_names})
     decoded = torch.zeros(numel)
     codec.decode_add(wire, decoded, 1.0, plain)
-    sent = gradients[(ranks - 1) % len(gradients)].float()
+    sent = gradients[(ranks - 1) % len(gradients)]
     for _ in range(warmup):
         feedback.encode_feedback(next(following), residual, wire, draw, workspace)
     operations: dict[str, Operation] = {
@@ -91,24 +74,25 @@ def _measure(
         "encode": lambda grad: codec.encode(grad, wire, draw, plain),
         "decode_mean": lambda grad: codec.decode_mean(wires, out, plain),
     }
-    chain = torch_chain(feedback, residual.clone()) if condition.backend == "cpu" else None
-    times = timed(operations, gradients, repeats, condition.threads, draw)
+    chain = torch_chain(feedback, residual.clone())
+    times = timed(operations, gradients, repeats, threads, draw)
     if chain is not None:
-        times |= timed({"torch": chain}, gradients, min(repeats, CHAIN_REPEATS), condition.threads, draw)
-    per_element, size = len(wire) / numel, gradients[0].element_size()
+        times |= timed({"torch": chain}, gradients, min(repeats, CHAIN_REPEATS), threads, draw)
+    per_element = len(wire) / numel
     moved = {
-        "add": size + 8.0,
-        "copy": 2.0 * size,
-        "encode_feedback": size + 8 + per_element,
-        "encode_tracking": size + 16 + per_element,
-        "encode": size + per_element,
-        "decode_mean": ranks * per_element + size,
+        "add": 12.0,
+        "copy": 8.0,
+        "encode_feedback": 12 + per_element,
+        "encode_tracking": 20 + per_element,
+        "encode": 4 + per_element,
+        "decode_mean": ranks * per_element + 4,
     }
     return {
         "name": codec.name,
         "codec": repr(codec),
         "label": label(codec),
-        **condition.facts(),
+        "numel": numel,
+        "threads": threads,
         "wire_bytes_per_element": per_element,
         "relative_error": float((decoded - sent).norm() / sent.norm()),
         **ratios(times, numel),
@@ -119,19 +103,19 @@ def _measure(
 
 @torch.no_grad()
 def measure_baselines(
-    baselines: Sequence[Baseline], gradients: Sequence[Tensor], condition: Condition, repeats: int
+    baselines: Sequence[Baseline], gradients: Sequence[Tensor], threads: int, repeats: int
 ) -> list[dict[str, Any]]:
     """Time PyTorch's own compressions, each in turns with the roofline."""
     rows, numel = [], gradients[0].numel()
     accumulated = torch.zeros(numel)
-    with torch_threads(condition.threads):
+    with torch_threads(threads):
         for baseline in baselines:
             operations: dict[str, Operation] = {
                 "add": lambda grad: torch.add(grad, accumulated, out=accumulated),
                 "round_trip": baseline.operation,
             }
-            times = timed(operations, gradients, repeats, condition.threads)
-            facts = {"name": baseline.name, "label": baseline.label, **condition.facts()}
+            times = timed(operations, gradients, repeats, threads)
+            facts = {"name": baseline.name, "label": baseline.label, "numel": numel, "threads": threads}
             spent = {"wire_bytes_per_element": baseline.wire_bytes_per_element}
             rows.append({**facts, **spent, **ratios(times, numel), "times_s": times})
     return rows

@@ -16,7 +16,8 @@ import torch
 
 from ...compress import CODECS, Codec
 from ...compress.backends import kernel_cache
-from .codecs import DTYPES
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
