@@ -165,10 +165,8 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
     columns = ["arm", "bits an element", "times fewer", f"final loss, {task['loss_unit']}", "against float32, paired"]
     columns += ["accuracy"] * accurate + ["steps to target"]
     searched = result["arguments"].get("search", False)
-    longer = bool(result["arguments"].get("longer"))
     runs = by_arm(world["runs"])
-    lengths = {name: mine[0]["curve"][-1]["step"] for name, mine in runs.items()}
-    columns[1:1] = ["rate"] * searched + ["steps"] * longer
+    columns[1:1] = ["rate"] * searched
     rows = []
     for name, row in world["learning"].items():
         loss, change, steps = row["final_loss"], row["change"], row["steps_to_target"]
@@ -176,7 +174,6 @@ def learning_table(result: Mapping[str, Any], world: Mapping[str, Any]) -> repor
             [
                 TRAINED[name].title,
                 *([f"{world['learning_rates'][name]:g}"] if searched else []),
-                *([str(lengths[name])] if longer else []),
                 f"{row['bits_per_element']:.3g}",
                 times_fewer(runs[name], world["world"]),
                 "not finite" if loss is None else f"{loss['mean']:.3f}",

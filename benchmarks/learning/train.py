@@ -5,8 +5,7 @@ seed, over loopback, with its validation loss read along the way; its steps are 
 in turns; and the two are joined: a reading after s steps was made after s times the median step. The target is a loss
 within 1 % (digits: 10 %) of what float32 ends at with the same seed. All arms see the same data under one recipe, whose
 learning rate was found for float32; with `--search` each arm, float32 too, has its own instead: half, once and twice
-that one are tried with the first seed, and further ones as long as the best lies at an end. With `--longer` an arm's
-schedule has more steps than the others', which it may well have time for: the target stays the same.
+that one are tried with the first seed, and further ones as long as the best lies at an end.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,37 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="find every arm's own learning rate, with the first seed")
     parser.add_argument("--runs", metavar="FILE.jsonl", help="where learning curves are written, and read from")
     parser.add_argument("--steps", type=int, help="optimizer steps; by default the task's own")
-    parser.add_argument(
-        "--longer",
-        nargs="+",
-        type=longer,
-        default=[],
-        metavar="ARM=TIMES",
-        help="arms whose runs have so many times as many steps, such as local=1.5",
-    )
     parser.add_argument("--readings", type=int, default=12, help="of the validation loss, in a run (%(default)s)")
     parser.add_argument("--timed", type=int, default=6, help="timed steps of each arm at each rate (%(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps of each arm first (%(default)s)")
     add_output(parser, timeout=3600, each="each part", plot="curves and times to equal loss")
-
-
-def longer(text: str) -> tuple[str, float]:
-    """`ARM=TIMES`: an arm, and how many times as many steps it trains.
-
-    Raises:
-        argparse.ArgumentTypeError: no such arm learns, or the number is not one of at least 1.
-    """
-    arm, _, number = text.partition("=")
-    learners = [name for name, one in TRAINED.items() if name not in (FLOOR, DENSE) and one.learns_as is None]
-    if arm not in learners:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(learners)} before '='")
-    try:
-        times = float(number)
-    except ValueError:
-        times = math.nan
-    if not 1 <= times < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1 after {arm}=")
-    return arm, times
 
 
 def run(options: argparse.Namespace) -> int:
@@ -95,11 +66,8 @@ def run(options: argparse.Namespace) -> int:
         raise links.LinkError(f"{reason}; --rates none trains and times over loopback alone")
     teachers = [arm.learns_as for arm in map(TRAINED.__getitem__, options.arms) if arm.learns_as is not None]
     arms = list(dict.fromkeys([FLOOR, DENSE, BASELINE, *teachers, *options.arms]))
-    for arm, times in options.longer:
-        if arm not in arms:
-            raise ValueError(f"--longer {arm}={times:g}: {arm} is not one of the arms that run: {', '.join(arms)}")
     names = ("task", "seeds", "optimizer", "search", "steps", "readings", "timed", "warmup")
-    result = document("train", options, *names, arms=arms, longer=dict(options.longer))
+    result = document("train", options, *names, arms=arms)
     result |= {"task": task.describe(), "steps_per_epoch": task.steps_per_epoch, "runs_say_where": True, "worlds": []}
     for world_size in options.world:
         result["worlds"].append(measure_world(task, world_size, arms, options))
@@ -115,18 +83,15 @@ def measure_world(task: Task, world_size: int, arms: Sequence[str], options: arg
     common = {"task": task.name, "optimizer": task.optimizer, "steps": task.steps}
     begin = task.learning_rates[task.optimizer]
     rates_tried = None if options.search else [begin]
-    runs: list[dict[str, Any]] = []
+    how = {**common, "world": world_size, "readings": options.readings, "source": task.source}
+    runs = Runs(options.runs, how, learners, options.seeds, rates_tried)
     with Progress(f"{task.name}, {world_size} ranks", 0) as progress:
-        for steps, alike in by_length(task.steps, learners, dict(options.longer)).items():
-            how = {**common, "steps": steps, "world": world_size, "readings": options.readings, "source": task.source}
-            made = Runs(options.runs, how, alike, options.seeds, rates_tried)
-            while jobs := list(still_needed(made, alike, rates_tried, begin, options.seeds)):
-                progress.more(len(jobs) * steps)
-                for job in jobs:
-                    one = {**common, **job, "steps": steps, "readings": options.readings}
-                    learned = links.Loopback(world_size).run(learn, one, options.timeout, follow=follower(progress))
-                    made.add(learned[0])
-            runs += made
+        while jobs := list(still_needed(runs, learners, rates_tried, begin, options.seeds)):
+            progress.more(len(jobs) * task.steps)
+            for job in jobs:
+                one = {**common, **job, "readings": options.readings}
+                learned = links.Loopback(world_size).run(learn, one, options.timeout, follow=follower(progress))
+                runs.add(learned[0])
     found = {arm: best_rate(runs, arm) for arm in learners}
     chosen = [run for run in runs if run["learning_rate"] == found[run["arm"]]]
     timings = {}
@@ -145,14 +110,6 @@ def measure_world(task: Task, world_size: int, arms: Sequence[str], options: arg
         "learning_rates": found,
         "timings": timings,
     }
-
-
-def by_length(steps: int, arms: Sequence[str], longer: Mapping[str, float]) -> dict[int, list[str]]:
-    """The arms by the number of steps that they train."""
-    found: dict[int, list[str]] = {}
-    for arm in arms:
-        found.setdefault(round(steps * longer.get(arm, 1.0)), []).append(arm)
-    return found
 
 
 def follower(progress: Progress) -> Callable[[str], None]:
