@@ -1,8 +1,8 @@
 """Proof that links keep their rate and delay, by the processes that use them.
 
 Without a distance an all-reduce shows the rate, as it takes what its bytes take. At a distance Gloo's waits for rounds
-within it (of 25 MB at 1 Gbit/s and 25 ms, 0.8 s where the bytes need 0.2), so a stream over TCP shows the rate, a ping
-the delay, and the all-reduce that nothing is faster than it can be.
+within it (of 25 MB at 1 Gbit/s and 25 ms, 0.8 s where the bytes need 0.2), so a stream of messages whose receives are
+posted ahead shows the rate, a ping the delay, and the all-reduce that nothing is faster than it can be.
 """
 
 from __future__ import annotations
