@@ -25,7 +25,7 @@ from ..links import flags
 from ..links.driver import document, measured
 from ..links.verification import caption
 
-CHOICES = ("onebit", "topk", "qsgd", "terngrad")
+ARM = ARMS["onebit"]
 PHASES = ("encode", "exchange", "decode")
 STEP, READY, BACKWARD = "step", "ready bucket", "backward"
 #: Ranges of the main thread besides its backward pass.
@@ -49,8 +49,6 @@ Span = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_links(parser)
-    parser.add_argument("--arm", choices=CHOICES, default="onebit", help="the codec (default: %(default)s)")
-    parser.add_argument("--density", type=float, default=0.01, help="of topk (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=9, help="recorded (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=6, help="steps before (default: %(default)s)")
     add_layers(parser)
@@ -62,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench profile`."""
-    arguments = {n: getattr(options, n) for n in ("arm", "density", "steps", "warmup", "width", "layers", "batch")}
+    arguments = {name: getattr(options, name) for name in ("steps", "warmup", "width", "layers", "batch")}
     result = document("profile", options, **arguments)
     trace = None if options.trace is None else str(options.trace.absolute())
     found, ranks = measured(options, options.rate, measure, {**arguments, "trace": trace})
@@ -80,11 +78,11 @@ def marked(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
         return compress_hook(state, bucket)
 
 
-def measure(arm: str, density: float, steps: int, warmup: int, trace: str | None, **size: int) -> dict[str, Any]:
+def measure(steps: int, warmup: int, trace: str | None, **size: int) -> dict[str, Any]:
     """Every rank's part: each step's spans, and each phase's seconds by the trace and by the statistics."""
     model, loss_of = perceptron(**size)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
-    state = ARMS[arm].at(density).hook(ddp).state
+    state = ARM.hook(ddp).state
     ddp.register_comm_hook(state, marked)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
 
@@ -166,13 +164,9 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         notes.append(
             f"rank {rank}, all {result['arguments']['steps']} steps, ms by the trace / by statistics(): {sums}"
         )
-    title = f"{title_of(result)}: a step of {result['drawn']['seconds'] * 1e3:.1f} ms, {result['links']}"
+    title = f"{ARM.title}: a step of {result['drawn']['seconds'] * 1e3:.1f} ms, {result['links']}"
     columns = ("ms", "complete at", "queued", *PHASES, "decoded at")
     return [report.Table(title, columns, rows, "\n".join(notes))]
-
-
-def title_of(result: Mapping[str, Any]) -> str:
-    return ARMS[result["arguments"]["arm"]].at(result["arguments"]["density"]).title
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
@@ -187,7 +181,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     draw_step(whole, spans, chosen)
     draw_bucket(part, [span for span in spans if span["bucket"] == chosen], chosen)
     took = f"{result['drawn']['seconds'] * 1e3:.0f} ms"
-    figure.suptitle(f"One training step of {took}: {title_of(result)}, {result['links']}", fontsize=12)
+    figure.suptitle(f"One training step of {took}: {ARM.title}, {result['links']}", fontsize=12)
     report.save(figure, path, dpi=140)
 
 
