@@ -81,8 +81,10 @@ def on_one_batch(arm: Arm, built: Built, bucket_mb: float | None, lr: float, mom
 
 @dataclass
 class Turn:
-    """One turn: wall and process seconds of each step, and what a step has sent and counted."""
+    """One turn: wall and process seconds of each step, of which so many share an exchange, and what a step has sent and
+    counted."""
 
+    every: int
     wall: list[float]
     cpu: list[float]
     sent: float
@@ -90,25 +92,26 @@ class Turn:
 
 
 def taken(trainee: Trainee, steps: int, begin: str, opening: int) -> Turn:
-    """A turn of so many exchanges, of `trainee.every` steps each.
+    """A turn of so many exchanges, of `trainee.every` steps each; if it begins but once, of so many steps.
 
     Args:
-        begin: when ranks wait for each other: before each exchange's first step, before the first of all, or never.
+        begin: when ranks wait for each other: before each exchange's first "step", once a "turn", or never ("apart").
         opening: untimed steps.
     """
     for _ in range(max(opening, trainee.every)):
         trainee.untimed()
+    every = 1 if begin == "turn" else trainee.every
     sent, before, wall, cpu = sent_bytes(), trainee.counted(), list[float](), list[float]()
-    for step in range(steps * trainee.every):
+    for step in range(steps * every):
         trainee.prepare()
-        if (begin == "turn" and not step) or (begin == "step" and not step % trainee.every):
+        if (begin == "turn" and not step) or (begin == "step" and not step % every):
             dist.barrier()
         at, spent = time.perf_counter(), time.process_time()
         trainee.step()
         cpu.append(time.process_time() - spent)
         wall.append(time.perf_counter() - at)
     counted = {name: (now - before[name]) / len(wall) for name, now in trainee.counted().items()}
-    return Turn(wall, cpu, (sent_bytes() - sent) / len(wall), counted)
+    return Turn(every, wall, cpu, (sent_bytes() - sent) / len(wall), counted)
 
 
 def take_turns(
@@ -140,10 +143,10 @@ def results(trainees: Mapping[str, Sequence[Trainee]], turns: Mapping[str, Seque
     of what gradwire counted, and what its models send. Closes them."""
     found = {}
     for name, mine in turns.items():
-        every, installed = trainees[name][0].every, [one.installed for one in trainees[name] if one.installed]
+        installed = [one.installed for one in trainees[name] if one.installed]
         found[name] = {
-            "wall_s": [means(turn.wall, every) for turn in mine],
-            "cpu_s": [means(turn.cpu, every) for turn in mine],
+            "wall_s": [means(turn.wall, turn.every) for turn in mine],
+            "cpu_s": [means(turn.cpu, turn.every) for turn in mine],
             "sent_bytes": fmean(turn.sent for turn in mine),
             "counted": {what: report.median([turn.counted[what] for turn in mine]) for what in mine[0].counted},
             "sends": [one.sends() for one in installed],

@@ -421,6 +421,9 @@ def test_a_turn_is_of_whole_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = turns.results({"local": [trainee]}, found).values()
     assert row["wall_s"] == [[2.0, 3.0]]
     assert row["sent_bytes"] == 25.0
+    took = iter([9.0, 9.0, 9.0, 1.0, 4.0])
+    once = turns.take_turns({"local": [trainee]}, 1, 2, "turn")["local"][0]
+    assert (once.wall, once.every, barriers) == ([1.0, 4.0], 1, 3), "steps, in a turn that begins but once"
 
 
 # -- hsdp -----------------------------------------------------------------------------------------------------------
