@@ -27,7 +27,8 @@ from ..common.arms import DEMONSTRATED as ARMS
 from ..common.arms import Arm
 from ..common.progress import Progress
 from ..common.report import Table, document, label_ends, save, subplots, write_json
-from .tasks import SMALL, Task, require_equal_replicas, validate
+from .tasks import SMALL, Task, Text, require_equal_replicas, validate
+from .train import prepared
 from .train import prepared
 
 STEPS, LEARNING_RATE = 300, 1e-3
@@ -68,7 +69,7 @@ class Run:
         return sent * 8 / steps / self.elements_per_step
 
 
-def task_of(ranks: int, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> Task:
+def task_of(ranks: int, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> Text:
     """What is learned. A residual keeps back what arrives late, and goes with less momentum than usual; float32 ends
     lower with it too."""
     rates = {"adamw": learning_rate}

@@ -106,8 +106,10 @@ def table(result: Mapping[str, Any], network: Mapping[str, Any]) -> report.Table
     rows = []
     for name, row in arms.items():
         tax, to = taxes(row, floor), [] if baseline is None or name == FLOOR else taxes(baseline, floor)
-        ratio, *by_round = ratios(tax, to) if to else [None]
-        cells = [milliseconds(tax[0]), "" if ratio is None else f"{ratio:.3f}", between(by_round) if by_round else ""]
+        cells = [milliseconds(tax[0]), "", ""]
+        if to:
+            ratio, *by_round = ratios(tax, to)
+            cells[1:] = f"{ratio:.3f}", between(by_round)
         if beside and baseline is not None:
             steps = ratios(medians(row)[1:], medians(baseline)[1:])
             cells += [f"{report.median(steps):.3f}", between(steps)]
