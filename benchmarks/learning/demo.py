@@ -29,7 +29,6 @@ from ..common.progress import Progress
 from ..common.report import Table, document, label_ends, save, subplots, write_json
 from .tasks import SMALL, Task, Text, require_equal_replicas, validate
 from .train import prepared
-from .train import prepared
 
 STEPS, LEARNING_RATE = 300, 1e-3
 #: Samples of each rank, and how often validation windows are read.
