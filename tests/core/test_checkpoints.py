@@ -26,7 +26,7 @@ from gradwire import (
     Tracking,
     compress_fsdp,
 )
-from lacking import needs_hook
+from lacking import needs_hook, needs_reduce_scatter
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -361,7 +361,7 @@ def test_a_checkpoint_of_another_strategy_can_be_dropped(
     assert more.startswith("the checkpoint has no estimate and no momentum of parameters")
 
 
-@needs_hook
+@needs_reduce_scatter
 @pytest.mark.parametrize("scattered", [False, True])
 @on_ranks(2)
 def test_parameters_of_a_sharded_model_can_be_swapped(rank: int, scattered: bool) -> None:

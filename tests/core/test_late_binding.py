@@ -13,11 +13,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import Cast, CompressState, Identity, LocalUpdates, OneBit, TopK, Tracking, compress_hook, schedules
+from fsdp_drawn import mesh_of
+from gradwire import (
+    Cast,
+    CompressState,
+    Identity,
+    LocalUpdates,
+    OneBit,
+    SufficientFactors,
+    TopK,
+    Tracking,
+    compress_fsdp,
+    compress_hook,
+    schedules,
+)
+from gradwire.optim import OneBitAdam
 from gradwire.trainers import files, register_hook
+from lacking import needs_reduce_scatter
 from ranks import Pool, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import Ledger, batch, digest, mean_residuals, perceptron, residuals_of, train, wrap
 
@@ -568,3 +584,40 @@ def test_it_may_be_made_saved_and_loaded_in_inference_mode(rank: int) -> None:
             local.step()
         digests.append([*found, *train(rank, ddp, range(3)), digest(model.parameters())])
     assert digests[0] == digests[1] == digests[2]
+
+
+@on_ranks(2)
+def test_other_fronts_may_be_made_and_loaded_in_inference_mode(rank: int) -> None:
+    def train(step: int) -> None:
+        model(batch(rank, step, model)).square().mean().backward()
+
+    model = perceptron()
+    some, others = (list(layer.parameters()) for layer in (model[:2], model[2:]))  # type: ignore[index]
+    with torch.inference_mode():
+        optimizer = OneBitAdam(some, warmup_steps=1)
+        optimizer.add_param_group({"params": others})
+    for step in range(4):
+        train(step)
+        optimizer.step()
+        with torch.inference_mode():
+            optimizer.load_state_dict(optimizer.state_dict())
+    with torch.inference_mode():
+        factors = SufficientFactors(model, ["0"])
+    for step in range(2):
+        train(step)
+    for each in (optimizer, factors):
+        each.close()
+
+
+@needs_reduce_scatter
+@pytest.mark.parametrize("scattered", [False, True])
+@on_ranks(2)
+def test_sharded_models_may_be_compressed_in_inference_mode(rank: int, scattered: bool) -> None:
+    mesh, model = mesh_of((1, 2) if scattered else (2, 1)), perceptron()
+    fully_shard(model, mesh=mesh["shard"])
+    replicate: Any = None if scattered else mesh["replicate"]
+    with torch.inference_mode():
+        state = compress_fsdp(model, OneBit(), mesh=replicate)
+    for step in range(2):
+        model(batch(rank, step, model)).square().mean().backward()
+    state.close()
