@@ -22,8 +22,6 @@ LINGER_SECONDS = 5.0
 START_SECONDS = 120.0
 #: Horovod: ranks in a collective that every rank was ready for.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-#: Horovod: entries of only some ranks, until the coordinator gets them, which can run others meanwhile.
-EPOCH_SECONDS = 1.0
 #: Horovod: a rank, for gradients in flight that nobody asks for any more.
 UNCLAIMED_SECONDS = 10.0
 #: Horovod: ranks at an orderly end, until the others have heard of it; and for a thread that a dead peer may keep.

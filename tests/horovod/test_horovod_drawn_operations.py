@@ -33,7 +33,6 @@ JOINABLE = [
 OTHERS = ["max", "broadcast", "broadcast_", "alltoall", "reducescatter", "grouped_reducescatter", "object", "barrier"]
 #: These return with their result: all ranks call them in one order.
 WAITING = ("objects", "codec", "object", "barrier")
-#: Some go along with their announcement, some do not.
 ROWS = (0, 1, 3, 4, 12, 600, 3000)
 SETS: dict[int, tuple[tuple[int, ...], ...]] = {2: (), 3: ((0, 1), (1, 2), (0, 2)), 4: ((0, 1), (1, 2, 3), (0, 3))}
 COMPRESSION = hvd.Compression.codec(Identity())

@@ -434,11 +434,7 @@ def test_process_sets(rank: int) -> None:
 @on_ranks(2)
 def test_a_process_set_can_be_removed_once_its_operations_have_ended(rank: int) -> None:
     hvd.init()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:  # its connection to itself, which another thread reads, may be slow
-            connection = context.world().engine._connection
-            send = connection.send
-            patch.setattr(connection, "send", lambda message: threading.Timer(0.3, send, [message]).start())
+    for _ in range(5):
         alone = hvd.add_process_set([0])
         if rank == 0:
             hvd.allreduce(torch.ones(3000), process_set=alone)
@@ -446,25 +442,8 @@ def test_a_process_set_can_be_removed_once_its_operations_have_ended(rank: int) 
 
 
 @on_ranks(3)
-def test_rank_0_need_not_have_heard_of_an_operation_that_has_ended(rank: int) -> None:
+def test_a_process_set_with_an_operation_under_way_stays(rank: int) -> None:
     hvd.init()
-    members = hvd.add_process_set([1, 2])
-    mesh = context.world().engine._mesh
-    send, late = mesh.send, []
-
-    def slow(target: int, text: dict[str, Any], data: Any = b"") -> Any:
-        if rank != 2 or target != 0 or not data:
-            return send(target, text, data)
-        late.append(threading.Timer(0.3, send, [target, text, bytes(data)]))
-        return late[-1].start()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh, "send", slow)  # rank 0 hears of the operation after its members have ended it
-        if rank:
-            equal(hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=members), [2.0, 2.0])
-        assert hvd.remove_process_set(members)
-        for timer in late:
-            timer.join()
     again = hvd.add_process_set([1, 2])
     handle = hvd.allreduce_async(torch.ones(2), name="half", process_set=again) if rank == 1 else None
     assert "operations under way" in raised(hvd.HorovodInternalError, partial(hvd.remove_process_set, again))
@@ -481,15 +460,14 @@ def test_a_thread_that_uses_a_process_set_while_it_is_removed_is_told(rank: int)
     members, engine = hvd.add_process_set([0, 1]), context.world().engine
     set_id = members.process_set_id or 0
     known = engine._members.get(set_id, ())
-    looked = [key_of("allreduce", f"late{numel}", members) for numel in (5, 5000)] if rank == 1 else []
+    key = key_of("allreduce", "late", members) if rank == 1 else None
     assert hvd.remove_process_set(members)
-    for key, numel in zip(looked, (5, 5000), strict=False):
-        operation = allreduce_operation(key, [torch.ones(numel)], hvd.Sum, 1.0, 1.0)
+    if key is not None:
+        operation = allreduce_operation(key, [torch.ones(5)], hvd.Sum, 1.0, 1.0)
         assert "has been removed" in raised(ValueError, partial(engine.submit, operation))
-        if numel == 5000:  # and where the other thread had come further
-            engine._members[set_id] = known
-            assert "was removed" in raised(hvd.HorovodInternalError, engine.submit(operation).wait)
-            del engine._members[set_id]
+        engine._members[set_id] = known  # and where the other thread had come further
+        assert "was removed" in raised(hvd.HorovodInternalError, engine.submit(operation).wait)
+        del engine._members[set_id]
     equal(hvd.allreduce(torch.ones(3000)), torch.ones(3000))
 
 
@@ -688,15 +666,12 @@ def test_wrong_arguments_are_refused_at_the_call(rank: int) -> None:
 @on_ranks(2, within=20)
 def test_what_a_rank_was_refused_is_not_counted(rank: int) -> None:
     hvd.init()
-    for numel in (2, 60):
-        x = torch.full((numel, numel), float(rank))
-        for operation in (hvd.allreduce_, hvd.allgather, hvd.reducescatter):
-            if rank:
-                assert "contiguous" in raised(ValueError, partial(operation, x[:, ::2]))
-            equal(
-                operation(x[:, ::2].contiguous())[0],
-                torch.full((numel // 2,), 0.0 if operation is hvd.allgather else 0.5),
-            )
+    x = torch.full((4, 4), float(rank))
+    for operation in (hvd.allreduce_, hvd.allgather, hvd.reducescatter):
+        if rank:
+            assert "contiguous" in raised(ValueError, partial(operation, x[:, ::2]))
+        mean = 0.0 if operation is hvd.allgather else 0.5
+        equal(operation(x[:, ::2].contiguous())[0], torch.full((2,), mean))
 
 
 def disagreements(rank: int) -> dict[str, str]:
@@ -747,6 +722,17 @@ def test_ranks_that_disagree_hear_of_it_on_every_rank(ranks: Ranks, world: int) 
         for case, expected in words.items():
             assert all(word in found[case] for word in (*expected, f"rank {world - 1}")), f"{case}: {found[case]}"
     assert all(found == results[0] for found in results)
+
+
+@on_ranks(4)
+def test_what_all_were_ready_for_arrives_although_some_leave(rank: int) -> None:
+    hvd.init()
+    handles = [hvd.allreduce_async(torch.full((size,), 1.0), op=hvd.Sum) for size in (1, 2_000_000, 3, 3_000_000)]
+    hvd.barrier()
+    if rank == 2:
+        time.sleep(0.5)
+        assert [float(hvd.synchronize(handle)[0]) for handle in handles] == [4.0] * 4
+    hvd.shutdown()
 
 
 @on_ranks(2, within=20)

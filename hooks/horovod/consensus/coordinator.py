@@ -1,5 +1,4 @@
-"""Rank 0's connections to all ranks: they announce to it what they do not agree on by themselves (`epoch_log`), and it
-tells them what to run next.
+"""Rank 0's connections to all ranks: they announce their operations to it, and it tells them what to run next.
 
 Rank 0 listens; every rank, rank 0 too, holds one connection to it. The address and a secret go through the store in
 which the ranks meet: a caller that does not know it is not let in, and an answer of somebody else is not believed.
@@ -9,15 +8,11 @@ sees that at once and tells the others.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,8 +21,7 @@ from ...comm.socket_loop import SocketLoop
 from ...comm.sockets import Connection, dial, listen
 from ...timeouts import END_SECONDS
 from ..transport.addresses import addresses
-from .epoch_coordinator import EpochCoordinator
-from .negotiation import REMOVE, Negotiator
+from .negotiation import Negotiator
 
 log = logging.getLogger("gradwire.horovod")
 
@@ -71,19 +65,18 @@ class Coordinator:
     def __init__(
         self, store: dist.Store, negotiator: Negotiator, stall_seconds: float, stall_shutdown_seconds: float
     ) -> None:
-        self.epochs = EpochCoordinator(negotiator)
-        self._size = negotiator.size
+        self._negotiator = negotiator
         self._stall, self._stall_shutdown = stall_seconds, stall_shutdown_seconds
-        listener = listen(backlog=max(128, self._size))
+        listener = listen(backlog=max(128, negotiator.size))
         secret, self._session = secrets.token_hex(16), secrets.token_hex(16)
         place = {"hosts": addresses(), "port": listener.getsockname()[1], "secret": secret}
         store.set("control", json.dumps(place))
         self._loop = SocketLoop(listener, secret)
         self._peers: dict[int, Connection] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
+        #: The rank that has left in good order, and the time at which to give up those that have not heard of it.
+        self._leaving: int | None = None
         self._ending: float | None = None
-        #: Actions of this process's other threads for this one.
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="gradwire-coordinator", daemon=True)
         self.thread.start()
 
@@ -91,11 +84,8 @@ class Coordinator:
         try:
             while self._ending is None or (self._loop.connections and time.monotonic() < self._ending):
                 for connection in self._loop.poll(_LOOK_SECONDS):
-                    # This process's actions come before anything that it has said on its connection later.
-                    self._read_inbox()
                     if connection is not None:
                         self._read(connection)
-                self._read_inbox()
                 self._decide()
                 self._look_for_stalls()
         finally:
@@ -108,41 +98,17 @@ class Coordinator:
                 if peer.rank < 0:
                     self._greet(peer, message)
                 elif "done" in message:
-                    self.epochs.negotiator.done(message["done"])
+                    self._negotiator.done(message["done"])
+                elif "bye" in message:
+                    self._leaving = peer.rank
                 elif "failed" in message:
                     self._end(f"rank {peer.rank}: {message['failed']}", clean=False)
                 else:
-                    self.epochs.hear(peer.rank, message)
+                    self._negotiator.announce(peer.rank, message)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._loop.drop(peer, str(error))
             if peer.rank >= 0:
                 self._end(f"rank {peer.rank} is gone ({error or 'its connection ended'})", clean=False)
-
-    def ask(self, request: dict[str, Any]) -> None:
-        """Announce an operation of rank 0 itself. For any thread, as are the next three."""
-        self._put(partial(self.epochs.hear, 0, request))
-
-    def take_over(self, left: list[tuple[int, dict[str, Any] | None]], agreed: int | None) -> None:
-        """See `LogCallbacks.hand_over`."""
-        self._put(partial(self.epochs.take_over, left, agreed))
-
-    def look_at(self, key: str) -> None:
-        """Look at a key that a rank has announced with its payload: others may have announced it without."""
-        if key in self.epochs.negotiator or REMOVE in self.epochs.negotiator:
-            self._put(partial(self.epochs.collect, key))
-
-    def done(self, set_id: int) -> None:
-        """Count a decision for this process set as carried out by rank 0."""
-        self._put(partial(self.epochs.negotiator.done, set_id))
-
-    def _put(self, action: Callable[[], None]) -> None:
-        self._inbox.put(action)
-        self._loop.wake()
-
-    def _read_inbox(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._inbox.get_nowait()()
 
     def _greet(self, peer: Connection, message: dict[str, Any]) -> None:
         rank = int(message["rank"])
@@ -150,22 +116,22 @@ class Coordinator:
             raise ValueError("a rank that is here already: of a later start")
         peer.rank = rank
         self._peers[rank], self._hellos[rank] = peer, message
-        if len(self._peers) == self._size:
-            told = {key: [self._hellos[rank][key] for rank in range(self._size)] for key in ("host", "place")}
+        if len(self._peers) == self._negotiator.size:
+            told = {key: [self._hellos[rank][key] for rank in sorted(self._hellos)] for key in ("host", "place")}
             for other in self._peers.values():
                 self._loop.send(other, {"session": self._session, **told})
 
     def _decide(self) -> None:
-        if self._ending is not None or len(self._peers) < self._size:
+        if self._ending is not None or len(self._peers) < self._negotiator.size:
             return
-        for decision in self.epochs.decisions():
+        for decision in self._negotiator.decisions():
             for rank in decision.members:
                 message = decision.message
                 if decision.acknowledge == rank:
                     message = {**message, "acknowledge": True}
                 self._loop.send(self._peers[rank], message)
-        if self.epochs.leaving is not None:
-            self._end(f"rank {self.epochs.leaving} has shut down", clean=True)
+        if self._leaving is not None and self._negotiator.drained:
+            self._end(f"rank {self._leaving} has shut down", clean=True)
 
     def _end(self, message: str, clean: bool) -> None:
         if self._ending is not None:
@@ -175,15 +141,14 @@ class Coordinator:
             self._loop.send(peer, {"do": "stop", "clean": clean, "message": message})
 
     def _look_for_stalls(self) -> None:
-        if len(self._peers) < self._size or self._ending is not None:
+        if len(self._peers) < self._negotiator.size or self._ending is not None:
             return
-        self.epochs.look()
         if self._stall > 0:
-            for key, waiting, missing, seconds in self.epochs.overdue(self._stall):
+            for key, waiting, missing, seconds in self._negotiator.overdue(self._stall):
                 log.warning(
                     "ranks %s have waited %.0f s in %s for ranks %s: does every rank call it, under the same name?",
                     waiting, seconds, key, missing,
                 )  # fmt: skip
         if self._stall_shutdown > 0:
-            for key, _, missing, seconds in self.epochs.overdue(self._stall_shutdown, again=True):
+            for key, _, missing, seconds in self._negotiator.overdue(self._stall_shutdown, again=True):
                 self._end(f"{key} has waited {seconds:.0f} s for ranks {missing}", clean=False)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,6 @@ from ...training.grad_scaler import EQUAL_SCALES
 Request = dict[str, Any]
 #: A request that all agree on, and `describe` of it.
 Ready = tuple[Request, dict[str, Any]]
-#: An operation that some ranks wait for: key, waiting ranks, missing ranks, seconds.
-Overdue = tuple[str, list[int], list[int], float]
 
 #: Key of the loss scale among facts that must match.
 LOSS_SCALE = "loss scale"
@@ -75,10 +73,6 @@ class Negotiator:
 
     def __init__(self, size: int, fusion_bytes: int = 64 << 20) -> None:
         self.size, self.fusion_bytes = size, fusion_bytes
-        #: True if operations of a process set are in flight that nobody has announced here.
-        self.busy: Callable[[int], bool] = lambda set_id: False
-        #: True if fewer of these have come from a rank than it has announced: the rest is on its way.
-        self.behind: Callable[[int, int], bool] = lambda rank, announced: False
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._next_set = 1
         self._pending: dict[str, _Pending] = {}
@@ -95,7 +89,7 @@ class Negotiator:
         key, set_id = request["key"], request["set"]
         if rank not in self.sets.get(set_id, ()):
             message = f"rank {rank} is not in process set {set_id}, or that was removed"
-            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message, "eager": []}))
+            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message}))
             return
         pending = self._pending.setdefault(key, _Pending(set_id, time.monotonic()))
         pending.requests[rank] = request
@@ -117,29 +111,13 @@ class Negotiator:
                 yield Decision(members, {"do": "run", "set": set_id, "ops": batch}, members[0])
 
     @property
-    def idle(self) -> bool:
-        """True if no rank waits for anything."""
-        return not (self._pending or any(self._ready.values()) or self._urgent or self._joined)
+    def drained(self) -> bool:
+        """True if every operation that all ranks are ready for has been decided on."""
+        return not any(self._ready.values())
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._pending
-
-    def waiting(self, key: str) -> dict[int, int]:
-        """The ranks that have announced a key that others have not, with their requests' `after` (`Agreement`)."""
-        pending = self._pending.get(key)
-        return {} if pending is None else {rank: request.get("after", 0) for rank, request in pending.requests.items()}
-
-    def look_again(self, key: str) -> None:
-        """Match a key again: messages that were on their way may have come."""
-        if key in self._pending:
-            self._settle(key)
-
-    def pending(self) -> list[str]:
-        """Keys that ranks wait for."""
-        return list(self._pending)
-
-    def overdue(self, seconds: float, again: bool = False) -> Iterator[Overdue]:
-        """Keys that some ranks have waited for longer than this. Each once, unless `again`."""
+    def overdue(self, seconds: float, again: bool = False) -> Iterator[tuple[str, list[int], list[int], float]]:
+        """Keys that some ranks have waited for longer than this: key, waiting ranks, missing ranks, seconds. Each once,
+        unless `again`."""
         now = time.monotonic()
         for key, pending in self._pending.items():
             if now - pending.since > seconds and (again or not pending.warned):
@@ -162,22 +140,19 @@ class Negotiator:
         members = self.sets[pending.set_id]
         if any(rank not in pending.requests and rank not in self._joined for rank in members):
             return
-        if key == REMOVE and any(self.behind(rank, after) for rank, after in self.waiting(key).items()):
-            return  # what is on its way may be the end of an operation of the set
         del self._pending[key]
-        (reference, info), problem = agree(pending.requests, members)
+        reference, problem = compare(pending.requests)
+        joined = [rank for rank in members if rank not in pending.requests]
+        if problem is None and joined and reference["kind"] not in JOINABLE:
+            problem = f"{reference['kind']} cannot go on without ranks {joined}, which have joined"
         if problem is None:
             problem = self._change_sets(reference)
-        # Of these ranks all others have, or will have, an announcement that nobody may count any more.
-        eager = [rank for rank, request in pending.requests.items() if request.get("eager")]
         if problem is not None:
-            message = {"do": "fail", "key": key, "message": f"{key}: {problem}", "eager": eager}
-            self._urgent.append(Decision(members, message))
+            self._urgent.append(Decision(members, {"do": "fail", "key": key, "message": f"{key}: {problem}"}))
             return
+        info = describe(reference, pending.requests, members)
         if reference["kind"] == "process_set.add":
             info["id"] = reference["id"]
-        if eager:
-            info["eager"] = eager
         self._ready.setdefault(pending.set_id, []).append((reference, info))
 
     def _change_sets(self, reference: Request) -> str | None:
@@ -191,7 +166,7 @@ class Negotiator:
         elif reference["kind"] == REMOVE:
             set_id = reference["must_match"]["id"]
             waiting = any(pending.set_id == set_id for pending in self._pending.values())
-            if self.busy(set_id) or waiting or self._ready.get(set_id) or self._running.get(set_id):
+            if waiting or self._ready.get(set_id) or self._running.get(set_id):
                 return f"process set {set_id} has operations under way: synchronize them before you remove it"
             self.sets.pop(set_id, None)
         return None
@@ -251,15 +226,6 @@ def _difference(a: Request, b: Request) -> tuple[str, Any, Any] | None:
         if a["must_match"].get(what) != b["must_match"].get(what):
             return what, a["must_match"].get(what), b["must_match"].get(what)
     return None
-
-
-def agree(requests: dict[int, Request], members: Iterable[int]) -> tuple[Ready, str | None]:
-    """The request of ranks that are all ready or have joined, with its description; and the first problem, in words."""
-    reference, problem = compare(requests)
-    joined = [rank for rank in members if rank not in requests]
-    if problem is None and joined and reference["kind"] not in JOINABLE:
-        problem = f"{reference['kind']} cannot go on without ranks {joined}, which have joined"
-    return (reference, {} if problem is not None else describe(reference, requests, members)), problem
 
 
 def describe(reference: Request, requests: dict[int, Request], members: Iterable[int]) -> dict[str, Any]:

@@ -264,7 +264,7 @@ class GradientReducer:
             if self.unscaling.look() and self.state is not None:
                 self.state.keep_previous()  # a scaler may come, and skip this step already
             here = world()
-            place = here.meeting, here.engine.agreement.joins
+            place = here.meeting, here.engine.joins
             if place != self._place:
                 self._place = place
                 self.loss_scale.forget()

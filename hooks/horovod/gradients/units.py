@@ -108,7 +108,7 @@ class Reductions:
         else:
             operation = self._dense(key, grads, names, no_gradient, unit)
         operation.loss_scale = loss_scale
-        unit.pending = world().engine.submit(operation, alone=False)
+        unit.pending = world().engine.submit(operation)
 
     def _warn_of_late_rows(self, p: Tensor) -> None:
         """Warn: the other ranks reduce it densely with others already."""

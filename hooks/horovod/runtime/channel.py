@@ -7,6 +7,7 @@ CUDA tensors go over NCCL, or, where torch has none, through the host over Gloo.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from ...comm.coded_message import NOT_CODED
 from ...comm.group import Group
 from ...timeouts import COLLECTIVE_TIMEOUT
 from ..transport.peer_mesh import MeshGroup, PeerMesh
-from .arithmetic import reduce_rows
 
 
 class Channel:
@@ -107,6 +107,12 @@ class Channel:
         self._gloo.recv([received], peer, tag).wait()
         work.wait()
 
+    def barrier(self, seconds: float) -> None:
+        """Wait for all ranks, at most so long. Raises RuntimeError if one does not come."""
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=seconds)
+        self._gloo.barrier(options).wait()
+
     def close(self, failed: bool = False) -> None:
         """Close the connections. Ranks that still wait for this one get an error.
 
@@ -141,50 +147,6 @@ class Channel:
             flat.copy_(host)
         else:
             start(backend, flat).wait()
-
-
-class EagerChannel:
-    """A channel for an operation whose inputs have come with the announcements.
-
-    Args:
-        ranks: global ranks of the process set, ascending.
-        rank: this process's global rank.
-        payloads: `Operation.eager_payload` of each rank that takes part; the others have zeros, or no rows.
-    """
-
-    def __init__(self, ranks: Sequence[int], rank: int, payloads: dict[int, bytes]) -> None:
-        self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
-        self._rest = [memoryview(payloads.get(rank, b"")) for rank in self.ranks]
-
-    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As a channel's."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def all_reduce(self, tensor: Tensor, op: Any) -> None:
-        """As a channel's, in the order of the ranks."""
-        size = tensor.numel() * tensor.element_size()
-        rows = torch.stack([self._next(rank, size, tensor.dtype) for rank in range(self.size)])
-        tensor.copy_(reduce_rows(rows, op))
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """As a channel's."""
-        memory = as_bytes(tensor)
-        memory.copy_(self._next(root, memory.numel(), torch.uint8))
-
-    def all_gather(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
-        """As a channel's."""
-        result = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-        row = tensor.new_empty((1, *tensor.shape[1:])).numel() * tensor.element_size()
-        parts = [self._next(rank, count * row, torch.uint8) for rank, count in enumerate(rows)]
-        as_bytes(result).copy_(torch.cat(parts))
-        return result
-
-    def _next(self, rank: int, size: int, dtype: torch.dtype) -> Tensor:
-        """The next `size` bytes of a rank's payload."""
-        part, self._rest[rank] = self._rest[rank][:size], self._rest[rank][size:]
-        if not size:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(bytearray(part or bytes(size)), dtype=dtype)
 
 
 def is_plain(tensor: Tensor) -> bool:

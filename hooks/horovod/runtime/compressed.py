@@ -91,9 +91,6 @@ class ResidualMean(AllReduce):
     def fuse(self) -> str | None:
         return (text := super().fuse()) and f"residual {text}"
 
-    def eager_payload(self, rank: int) -> None:
-        return None  # a rank that has joined sends none, and counts as zeros
-
 
 def state_facts(state: CompressionState, label: int | None) -> dict[str, Any]:
     """Facts by which a rank that has joined finds its part of a state, and follows which steps were applied."""

@@ -1,9 +1,8 @@
 """The engine: operations go in under a name, in any order, and come out in one order on all ranks.
 
-`submit` announces an operation to all ranks (`protocol`, over `peer_mesh`), or to rank 0 (`coordinator`) if ranks
-submit different operations, and returns. Threads hear what the ranks agree on. Another thread carries it out, in an
-order that is the same on every rank, on connections of its own. Thus the script cannot mix up two collectives, and no
-rank enters one before all are ready. Operations whose inputs came with the announcements end at once, in any order.
+`submit` announces an operation to rank 0 (`coordinator`) and returns. A thread hears from rank 0 what all ranks are
+ready for. Another thread carries it out, in an order that is the same on every rank, on connections of its own. Thus
+the script cannot mix up two collectives, and no rank enters one before all are ready.
 
 When a rank is gone, every operation that has not ended fails on every other rank, at once.
 """
@@ -27,14 +26,12 @@ from ...comm.completion import Completion
 from ...comm.sockets import Connection
 from ...timeouts import END_SECONDS, START_SECONDS
 from ..consensus.coordinator import Coordinator, connect
-from ..consensus.eager_payloads import Delivered
 from ..consensus.negotiation import Negotiator
-from ..consensus.protocol import Agreement, ProtocolCallbacks
 from ..errors import HorovodInternalError
 from ..gradients.residuals import States
 from ..transport.peer_mesh import PeerMesh
-from .channel import Channel, EagerChannel
-from .compressed import CompressedReduce, ResidualMean, zero_input
+from .channel import Channel
+from .compressed import CompressedReduce, Join, ResidualMean, zero_input
 from .operations import Operation
 from .timeline import Timeline
 
@@ -118,23 +115,16 @@ class Engine:
         self.device: torch.device | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._coordinator: Coordinator | None = None
-        fusion_bytes = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 64 << 20)
         self._mesh = PeerMesh(rank)
-        callbacks = ProtocolCallbacks(self._ask, self._follow, self._deliver, lambda *_: None, lambda _: None)
+        #: How often this rank has joined.
+        self.joins = 0
         if rank == 0:
+            fusion_bytes = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 64 << 20)
             stall = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60)
             if os.environ.get("HOROVOD_STALL_CHECK_DISABLE") == "1":
                 stall = 0.0
             give_up = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0)
-            negotiator = Negotiator(size, fusion_bytes)
-            self._coordinator = Coordinator(store, negotiator, stall, give_up)
-            callbacks = callbacks._replace(
-                ask=self._coordinator.ask, hand_over=self._coordinator.take_over, announced=self._coordinator.look_at
-            )
-        self.agreement = Agreement(self._mesh, size, fusion_bytes, callbacks)
-        if self._coordinator is not None:
-            self._coordinator.epochs.agreement = self.agreement
-            negotiator.busy, negotiator.behind = self.agreement.busy, self.agreement.behind
+            self._coordinator = Coordinator(store, Negotiator(size, fusion_bytes), stall, give_up)
         hello = {"rank": rank, "host": host_identity(), "place": self._mesh.place}
         self._connection: Connection
         self._connection, answer = connect(store, hello, START_SECONDS)
@@ -148,15 +138,14 @@ class Engine:
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name="gradwire-listener", daemon=True)
         self._executor = threading.Thread(target=self._execute, name="gradwire-executor", daemon=True)
-        self._mesh.start(self._receive)
+        self._mesh.start()
         self._listener.start()
         self._executor.start()
 
     # -- for the script's threads ------------------------------------------------------------------------------------
 
-    def submit(self, operation: Operation, alone: bool = True) -> Pending:
-        """Announce an operation; one that comes `alone`, not with others to share a buffer, if it is small with its
-        input.
+    def submit(self, operation: Operation) -> Pending:
+        """Announce an operation.
 
         Raises:
             ValueError: one of this key has not ended yet.
@@ -164,17 +153,16 @@ class Engine:
             RuntimeError: a signal's handler has interrupted another submission.
         """
         with self.submitting:
-            return self.announce(operation, alone)
+            return self.announce(operation)
 
-    def announce(self, operation: Operation, alone: bool = True) -> Pending:
+    def announce(self, operation: Operation) -> Pending:
         """`submit`, for a caller that holds `submitting`."""
         if isinstance(operation, CompressedReduce | ResidualMean):
             operation.label = self.states.label(operation.state, operation.set_id)
         if operation.device.type == "cuda":
             self.device = operation.device
         pending = Pending(operation)
-        members, payload = self._members.get(operation.set_id), operation.eager_payload(self.rank) if alone else None
-        if members is None:  # another thread has removed it since this one looked
+        if operation.set_id not in self._members:  # another thread has removed it since this one looked
             raise ValueError(f"{operation.key}: process set {operation.set_id} has been removed")
         with self._lock:
             if self._stopped is not None:
@@ -187,7 +175,8 @@ class Engine:
             self._pending[operation.key] = pending
         if (timeline := self.timeline) is not None:  # which another thread may stop
             pending.submitted = timeline.now()
-        self.agreement.submit(operation.request(), members, payload)
+        self.joins += isinstance(operation, Join)
+        self._connection.send(operation.request())
         return pending
 
     def members(self, set_id: int) -> tuple[int, ...]:
@@ -231,50 +220,16 @@ class Engine:
                 if message["do"] == "stop" and not message["clean"]:
                     why = message["message"]
                     break
-                self.agreement.follow(message)
+                if message["do"] == "fail":
+                    self._end(message["key"], error=message["message"])
+                    continue
+                self._ended = message["do"] == "stop"
+                self._queue.put(message)
         if not self._ended:
             # At once: the executor may be waiting for the one who is gone.
             self._fail(f"Horovod has been shut down: {why}")
             self._mesh.close(f"Horovod has been shut down: {why}")
         self._queue.put(None)
-
-    def _ask(self, request: dict[str, Any]) -> None:
-        self._connection.send(request)
-
-    def _follow(self, message: dict[str, Any]) -> None:
-        if message["do"] == "fail":
-            self._carried_out(message["key"], message["eager"])
-            self._end(message["key"], error=message["message"])
-        else:
-            if message["do"] == "stop":
-                self._ended = True
-            for item in message.get("ops", ()):
-                self._carried_out(item["key"], item["info"].get("eager"))
-            self._queue.put(message)
-
-    def _carried_out(self, key: str, eager: Sequence[int] | None) -> None:
-        if eager:
-            self.agreement.discard(key, eager)
-
-    def _deliver(self, delivered: Delivered) -> None:
-        """Carry out an operation whose inputs are all here."""
-        pending = self._pending.get(delivered.key)
-        if pending is None:  # all has failed meanwhile
-            return
-        if delivered.problem is not None:
-            self._end(delivered.key, error=f"{delivered.key}: {delivered.problem}")
-            return
-        begin = self._begin()
-        with torch.no_grad():
-            opened = EagerChannel(delivered.members, self.rank, delivered.payloads)
-            result = pending.operation.run(opened, delivered.ready[1])
-        self._end(delivered.key, result=result, begin=begin)
-
-    def _receive(self, rank: int, message: dict[str, Any], payload: bytearray) -> None:
-        try:
-            self.agreement.receive(rank, message, payload)
-        except Exception as error:
-            self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self._fail(f"Horovod has been shut down: {type(error).__name__}: {error}")
@@ -285,9 +240,9 @@ class Engine:
         failed = True
         while (message := self._queue.get()) is not None:
             if message["do"] == "stop":
-                # All ranks are alive and come by here. None must cut a connection that another still reads from, nor
-                # give up what others have announced to it already.
-                self.agreement.farewell(END_SECONDS)
+                # All ranks are alive and come by here. None must cut a connection that another still reads from.
+                with contextlib.suppress(RuntimeError):
+                    self._channels[0].barrier(END_SECONDS)
                 self._fail(f"Horovod has been shut down: {message['message']}")
                 failed = False
                 break
@@ -305,7 +260,10 @@ class Engine:
     def _run(self, message: dict[str, Any]) -> None:
         if self._stopped is not None:
             raise HorovodInternalError(self._stopped)
-        channel, begin = self._channels[message["set"]], self._begin()
+        channel, begin = self._channels[message["set"]], 0.0
+        if (timeline := self.timeline) is not None:
+            timeline.mark("CYCLE_START")
+            begin = timeline.now()
         pending = [self._pending.get(item["key"]) for item in message["ops"]]
         device = self._device_of(message["ops"], pending)
         with self._on_stream(pending, device):
@@ -316,21 +274,9 @@ class Engine:
                 results = [operations[0].run(channel, message["ops"][0]["info"])]
         # Before the script hears of it: it may remove the process set next, in which nothing must be under way.
         if message.get("acknowledge"):
-            if self._coordinator is not None:  # by the way that rank 0's requests take, which would overtake it
-                self._coordinator.done(message["set"])
-            else:
-                self._connection.send({"done": message["set"]})
-        if "epoch" in message:
-            self.agreement.done(message["epoch"])
+            self._connection.send({"done": message["set"]})
         for operation, result in zip(operations, results, strict=True):
             self._end(operation.key, result=result, begin=begin)
-
-    def _begin(self) -> float:
-        """The time at which a decision is carried out, for the timeline."""
-        if (timeline := self.timeline) is None:
-            return 0.0
-        timeline.mark("CYCLE_START")
-        return timeline.now()
 
     def _device_of(self, ops: Sequence[dict[str, Any]], pending: Sequence[Pending | None]) -> torch.device:
         """The device of this rank's part. Threads would otherwise allocate on the first GPU."""

@@ -261,12 +261,7 @@ def allreduce_operation(
 
 
 def allgather_operation(key: tuple[str, int], tensors: Sequence[Tensor]) -> AllGather:
-    """The allreduce that `op` and `codec` ask for.
-
-    Args:
-        state, names: of a codec's feedback; without, it is kept by the name of the operation.
-        nameless: the operation's key is a number.
-    """
+    """Raises ValueError for scalars."""
     for tensor in tensors:
         check(tensor, "allgather")
         if tensor.dim() == 0:

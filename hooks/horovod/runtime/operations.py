@@ -13,13 +13,11 @@ from torch import Tensor
 from ..consensus.negotiation import LOSS_SCALE, Request
 from .adasum import adasum
 from .arithmetic import divide, number, reduce_rows, scale, shares
-from .channel import Channel, EagerChannel, as_bytes, flat_memory, is_plain
+from .channel import Channel, as_bytes, flat_memory, is_plain
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 #: Larger allreduces are not fused: copying them costs more than the message that it saves.
 FUSE_BELOW_BYTES = 4 << 20
-#: Tensors up to this size go along with the request, to every rank.
-EAGER_BYTES = 4 << 10
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _REDUCTIONS = {
     Average: dist.ReduceOp.SUM,
@@ -75,29 +73,18 @@ class Operation(ABC):
         """Operations that say the same here may share a buffer."""
         return None
 
-    def eager_payload(self, rank: int) -> bytes | None:
-        """Everything that others need of this global rank, if it can go along with the request."""
-        return None
-
     @staticmethod
     def run_together(operations: Sequence[Any], channel: Channel) -> list[list[Tensor]]:
         """Carry out several that say the same in `fuse`, in one buffer; the results of each."""
         raise NotImplementedError
 
     @property
-    def small(self) -> bool:
-        """True if the tensors can go along with the request."""
-        size = sum(t.numel() * t.element_size() for t in self.tensors)
-        return self.device.type == "cpu" and size <= EAGER_BYTES
-
-    @property
     def device(self) -> torch.device:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     @abstractmethod
-    def run(self, channel: Any, info: dict[str, Any]) -> Any:
-        """Carry it out, together with all other ranks; the result. `channel` is a `Channel`, or an `EagerChannel` after
-        `eager_payload` gave anything."""
+    def run(self, channel: Channel, info: dict[str, Any]) -> Any:
+        """Carry it out, together with all other ranks; the result."""
 
 
 class Scaled(Operation):
@@ -134,16 +121,7 @@ class AllReduce(Scaled):
             return None
         return " ".join(map(str, [*dtypes, self.device, *self.must_match().values()])) if len(dtypes) == 1 else None
 
-    def eager_payload(self, rank: int) -> bytes | None:
-        if not self.small:
-            return None
-        parts = [t.flatten() for t in self.tensors if t.numel()]  # as in `run_fused`, whose order of dtypes counts
-        buffers = [torch.cat([p for p in parts if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in parts)]
-        for buffer in buffers:
-            scale(buffer, self.prescale)
-        return b"".join(map(bytes_of, buffers))
-
-    def run(self, channel: Channel | EagerChannel, info: dict[str, Any]) -> list[Tensor]:
+    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
         return run_fused([self], channel)[0]
 
     @staticmethod
@@ -151,7 +129,7 @@ class AllReduce(Scaled):
         return run_fused(operations, channel)
 
 
-def run_fused(operations: Sequence[AllReduce], channel: Channel | EagerChannel) -> list[list[Tensor]]:
+def run_fused(operations: Sequence[AllReduce], channel: Channel) -> list[list[Tensor]]:
     """Allreduces of one dtype and kind, in one buffer; the results of each."""
     first = operations[0]
     results = [operation.results() for operation in operations]
@@ -219,10 +197,7 @@ class AllGather(Operation):
             return super().must_match()
         return {**super().must_match(), "sparse shape": list(self.sparse), "average": self.average}
 
-    def eager_payload(self, rank: int) -> bytes | None:
-        return b"".join(map(bytes_of, self.tensors)) if self.small and self.sparse is None else None
-
-    def run(self, channel: Channel | EagerChannel, info: dict[str, Any]) -> list[Tensor]:
+    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
         self.rows = info["rows"]
         gathered = [channel.all_gather(t, rows) for t, rows in zip(self.tensors, self.rows, strict=True)]
         if self.sparse is None:
@@ -249,12 +224,7 @@ class Broadcast(Operation):
         size = sum(t.nbytes for t in self.tensors)
         return f"broadcast {self.root} {self.device}" if size <= FUSE_BELOW_BYTES else None
 
-    def eager_payload(self, rank: int) -> bytes | None:
-        if not self.small:
-            return None
-        return b"".join(map(bytes_of, self.tensors)) if rank == self.root else b""
-
-    def run(self, channel: Channel | EagerChannel, info: dict[str, Any]) -> list[Tensor]:
+    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
         root = channel.ranks.index(self.root)
         for source, target in zip(self.tensors, self.outputs, strict=True):
             if source.data_ptr() != target.data_ptr() and channel.rank == root:
@@ -327,16 +297,8 @@ class Barrier(Operation):
 
     kind = "barrier"
 
-    def eager_payload(self, rank: int) -> bytes | None:
-        return b""
-
-    def run(self, channel: Channel | EagerChannel, info: dict[str, Any]) -> None:
+    def run(self, channel: Channel, info: dict[str, Any]) -> None:
         return None
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """The elements of a CPU tensor, one after the other."""
-    return elements_of(tensor).numpy().tobytes()
 
 
 def elements_of(tensor: Tensor) -> Tensor:

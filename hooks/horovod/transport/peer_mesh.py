@@ -1,4 +1,4 @@
-"""A connection between every two ranks, for announcements and for small tensors.
+"""A connection between every two ranks, for the messages of compressed exchanges.
 
 A message goes out at once and waits at its receiver until it is asked for, so it takes one latency. Gloo takes two: it
 sends a tensor only after its receiver has announced itself.
@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from ...comm.socket_loop import SocketLoop
 from ...comm.sockets import CONNECT_SECONDS, Connection, Sent, dial, listen
 from .addresses import addresses
 
-#: Takes a message: sender, text, bytes.
-Receiver = Callable[[int, dict[str, Any], bytearray], None]
 #: Source of a tensor: rank, process set, tag.
 Place = tuple[int, int, int]
 #: Seconds for the last messages to go out before connections are closed.
@@ -127,9 +125,8 @@ class PeerMesh:
         connection.rank = rank
         self._peers[rank] = connection
 
-    def start(self, receiver: Receiver) -> None:
-        """Hand over each message from now on, except those that `take` waits for."""
-        self._receiver = receiver
+    def start(self) -> None:
+        """Take messages from now on, for `take`."""
         for connection in self._peers.values():
             self._loop.add(connection)
         self._thread = threading.Thread(target=self._run, name="gradwire-mesh", daemon=True)
@@ -181,21 +178,17 @@ class PeerMesh:
                     continue
                 try:
                     for text, data in connection.messages():
-                        self._hand_over(connection.rank, text, data)
+                        self._arrive(connection.rank, text, data)
                 except (OSError, ValueError) as error:
                     # Rank 0 tells all ranks if this one is gone (`coordinator`).
                     self._loop.drop(connection, f"rank {connection.rank} is gone ({error})")
-                    self._receiver(connection.rank, {"last": True}, bytearray())
         self._loop.close(self._why, _LAST_SECONDS)
 
-    def _hand_over(self, rank: int, text: dict[str, Any], data: bytearray) -> None:
-        if "tag" in text:
-            with self._here:
-                place = (rank, text["set"], text["tag"])
-                self._arrived[place, self._count(place, "arrived")] = data
-                self._here.notify_all()
-        else:
-            self._receiver(rank, text, data)
+    def _arrive(self, rank: int, text: dict[str, Any], data: bytearray) -> None:
+        with self._here:
+            place = (rank, text["set"], text["tag"])
+            self._arrived[place, self._count(place, "arrived")] = data
+            self._here.notify_all()
 
 
 class MeshGroup:
