@@ -27,7 +27,7 @@ from gradwire.hooks.horovod.consensus.coordinator import Coordinator
 from gradwire.hooks.horovod.consensus.negotiation import Negotiator, request_bytes
 from gradwire.hooks.horovod.runtime import launch
 from gradwire.hooks.horovod.runtime.operations import AllReduce, Sum
-from gradwire.hooks.horovod.transport.addresses import addresses
+from gradwire.hooks.horovod.consensus.addresses import addresses
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import every_loopback

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ...comm.socket_loop import SocketLoop
 from ...comm.sockets import Connection, dial, listen
 from ...timeouts import END_SECONDS
-from ..transport.addresses import addresses
+from .addresses import addresses
 from .negotiation import Negotiator
 
 log = logging.getLogger("gradwire.horovod")
@@ -73,7 +73,7 @@ class Coordinator:
         store.set("control", json.dumps(place))
         self._loop = SocketLoop(listener, secret)
         self._peers: dict[int, Connection] = {}
-        self._hellos: dict[int, dict[str, Any]] = {}
+        self._hosts: dict[int, str] = {}
         #: The rank that has left in good order, and the time at which to give up those that have not heard of it.
         self._leaving: int | None = None
         self._ending: float | None = None
@@ -115,11 +115,11 @@ class Coordinator:
         if rank in self._peers:
             raise ValueError("a rank that is here already: of a later start")
         peer.rank = rank
-        self._peers[rank], self._hellos[rank] = peer, message
+        self._peers[rank], self._hosts[rank] = peer, message["host"]
         if len(self._peers) == self._negotiator.size:
-            told = {key: [self._hellos[rank][key] for rank in sorted(self._hellos)] for key in ("host", "place")}
+            hosts = [self._hosts[rank] for rank in sorted(self._hosts)]
             for other in self._peers.values():
-                self._loop.send(other, {"session": self._session, **told})
+                self._loop.send(other, {"session": self._session, "hosts": hosts})
 
     def _decide(self) -> None:
         if self._ending is not None or len(self._peers) < self._negotiator.size:

@@ -17,7 +17,6 @@ from torch import Tensor
 from ...comm.coded_message import NOT_CODED
 from ...comm.group import Group
 from ...timeouts import COLLECTIVE_TIMEOUT
-from ..transport.peer_mesh import MeshGroup, PeerMesh
 
 
 class Channel:
@@ -27,17 +26,14 @@ class Channel:
         store: where the ranks of this set, and no others, meet.
         ranks: global ranks of the set, ascending.
         rank: this process's global rank.
-        set_id: of the process set.
-        mesh: between all ranks; carries the messages of the compressed exchanges, which go out without being asked for.
     """
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int, set_id: int, mesh: PeerMesh) -> None:
+    def __init__(self, store: dist.Store, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank, self.size = tuple(ranks), tuple(ranks).index(rank), len(ranks)
         self._store = store
         gloo = dist.PrefixStore("gloo", store)
         self._gloo: Any = dist.ProcessGroupGloo(gloo, self.rank, self.size, COLLECTIVE_TIMEOUT)
         self._nccl: Any = None
-        self._mesh_group = MeshGroup(mesh, self._gloo, set_id, self.ranks)
         self._groups: dict[tuple[str, bool], Group] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
@@ -51,8 +47,7 @@ class Channel:
             raise ValueError(NOT_CODED.format(device=device))
         key = device.type, entropy_coding
         if key not in self._groups:
-            backend = self._mesh_group if device.type == "cpu" else self._backend(device)
-            self._groups[key] = Group(backend, self.ranks)
+            self._groups[key] = Group(self._backend(device), self.ranks)
             self._groups[key].entropy_coding = entropy_coding
         return self._groups[key]
 

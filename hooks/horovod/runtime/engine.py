@@ -29,7 +29,6 @@ from ..consensus.coordinator import Coordinator, connect
 from ..consensus.negotiation import Negotiator
 from ..errors import HorovodInternalError
 from ..gradients.residuals import States
-from ..transport.peer_mesh import PeerMesh
 from .channel import Channel
 from .compressed import CompressedReduce, Join, ResidualMean, zero_input
 from .operations import Operation
@@ -115,7 +114,6 @@ class Engine:
         self.device: torch.device | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._coordinator: Coordinator | None = None
-        self._mesh = PeerMesh(rank)
         #: How often this rank has joined.
         self.joins = 0
         if rank == 0:
@@ -125,20 +123,18 @@ class Engine:
                 stall = 0.0
             give_up = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0)
             self._coordinator = Coordinator(store, Negotiator(size, fusion_bytes), stall, give_up)
-        hello = {"rank": rank, "host": host_identity(), "place": self._mesh.place}
+        hello = {"rank": rank, "host": host_identity()}
         self._connection: Connection
         self._connection, answer = connect(store, hello, START_SECONDS)
         #: The host of every rank.
-        self.hosts: list[str] = answer["host"]
-        self._mesh.connect(answer["place"], answer["session"], START_SECONDS)
+        self.hosts: list[str] = answer["hosts"]
         # What an earlier start of the same job has left in the store must not be taken for this one's.
         self._store = dist.PrefixStore(answer["session"], store)
-        self._channels = {0: Channel(dist.PrefixStore("0", self._store), range(size), rank, 0, self._mesh)}
+        self._channels = {0: Channel(dist.PrefixStore("0", self._store), range(size), rank)}
         self._members = {0: tuple(range(size))}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name="gradwire-listener", daemon=True)
         self._executor = threading.Thread(target=self._execute, name="gradwire-executor", daemon=True)
-        self._mesh.start()
         self._listener.start()
         self._executor.start()
 
@@ -186,9 +182,7 @@ class Engine:
     def add_channel(self, set_id: int, ranks: Sequence[int]) -> None:
         """Connect the ranks of a new process set. Called by the executor, on every rank of the set at once."""
         self._members[set_id] = tuple(ranks)
-        self._channels[set_id] = Channel(
-            dist.PrefixStore(str(set_id), self._store), ranks, self.rank, set_id, self._mesh
-        )
+        self._channels[set_id] = Channel(dist.PrefixStore(str(set_id), self._store), ranks, self.rank)
 
     def remove_channel(self, set_id: int) -> None:
         """Disconnect a process set."""
@@ -203,7 +197,6 @@ class Engine:
             self._connection.send({"bye": True})
         self._executor.join(2 * END_SECONDS)
         self._connection.close()
-        self._mesh.close()
         self._listener.join(END_SECONDS)
         if self._coordinator is not None:
             self._coordinator.thread.join(2 * END_SECONDS)
@@ -228,7 +221,6 @@ class Engine:
         if not self._ended:
             # At once: the executor may be waiting for the one who is gone.
             self._fail(f"Horovod has been shut down: {why}")
-            self._mesh.close(f"Horovod has been shut down: {why}")
         self._queue.put(None)
 
     def _give_up(self, error: Exception) -> None:
