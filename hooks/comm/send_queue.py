@@ -9,10 +9,34 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import count
 from typing import Any
 
-from .sockets import Sent
-
 #: Starts a message, and returns its work.
 Send = Callable[[], Any]
+
+
+class Sent:
+    """A message on its way out, as Gloo's work. One that has failed never completes, so that all that do succeed."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self.error: str | None = None
+
+    def fail(self, error: str) -> None:
+        """End every wait by an error."""
+        self.error = error
+        self.gone.set()
+
+    def wait(self, timeout: Any = None) -> None:
+        """Wait until its memory may change."""
+        self.gone.wait(None if timeout is None else timeout.total_seconds())
+        if self.error is not None or not self.gone.is_set():
+            raise RuntimeError(self.error or "the message was not taken in time")
+
+    def is_completed(self) -> bool:
+        """True once there is nothing to wait for."""
+        return self.gone.is_set() and self.error is None
+
+    def is_success(self) -> bool:
+        return True
 
 
 class SendQueue:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from .sockets import GREETING_SECONDS, OPEN, Connection, Sent
+from .sockets import GREETING_SECONDS, OPEN, Connection
 
 
 class SocketLoop:
@@ -43,16 +43,16 @@ class SocketLoop:
         self._selector.register(connection.end, selectors.EVENT_READ, connection)
         self.connections.add(connection)
 
-    def drop(self, connection: Connection, why: str) -> None:
+    def drop(self, connection: Connection) -> None:
         """Close a connection and serve it no more."""
         self.connections.discard(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.end)
-        connection.close(why)
+        connection.close()
 
-    def send(self, connection: Connection, text: dict[str, Any], data: Any = b"", sent: Sent | None = None) -> None:
+    def send(self, connection: Connection, text: dict[str, Any]) -> None:
         """Send a message; the loop's thread goes on with what does not go out at once."""
-        if connection.send(text, data, sent):
+        if connection.send(text):
             self.wake()
 
     def put(self, item: None) -> None:
@@ -69,7 +69,7 @@ class SocketLoop:
         """Wait; then each connection that has something to read, and None after `wake`."""
         for connection in [c for c in self.connections if not c.trusted]:
             if time.monotonic() > connection.born + GREETING_SECONDS:
-                self.drop(connection, "a stranger")
+                self.drop(connection)
         for key, events in self._selector.select(seconds):
             connection = key.data
             if connection is None and key.fileobj is self._listener:
@@ -91,11 +91,11 @@ class SocketLoop:
         with contextlib.suppress(OSError):
             self.add(Connection(listener.accept()[0], self._secret, limit=self._limit))
 
-    def close(self, why: str, seconds: float = 0.0) -> None:
+    def close(self, seconds: float = 0.0) -> None:
         """Close every connection, the listener and the loop. `seconds`: as of `Connection.close`, for each."""
         self._selector.close()
         for connection in self.connections:
-            connection.close(why, seconds)
+            connection.close(seconds)
         for end in (self._listener, self._wake, self._waker):
             if end is not None:
                 end.close()

@@ -1,13 +1,12 @@
 """Framed messages over TCP: the one socket stack, of Horovod's interface and of the meeting point.
 
-A message is twelve bytes of lengths, a JSON text and bytes. Before any other message each end proves to the other that
+A message is four bytes of length and a JSON text. Before any other message each end proves to the other that
 it knows a secret, which itself is never sent: the end that was called says a nonce, the caller one of its own and
 HMAC-SHA256 of both under the secret, and the first end its own HMAC. The traffic after that is not encrypted.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import hmac
@@ -22,17 +21,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: Lengths of text and bytes.
-_HEAD = struct.Struct("!IQ")
+#: Length of the text.
+_HEAD = struct.Struct("!I")
 #: The longest message, in bytes, from a peer that has not proved to know the secret, and the seconds that it gets.
 GREETING_BYTES, GREETING_SECONDS = 512, 5.0
 #: Seconds until a silent host counts as gone: TCP probes it from the fifth second on.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 #: Seconds to wait for one host to accept a connection.
 CONNECT_SECONDS = 3.0
-
-#: A text and the bytes that came with it.
-Message = tuple[dict[str, Any], bytearray]
 
 #: Sockets that forked children, such as data loaders, must not keep open.
 OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -57,32 +53,6 @@ def listen(backlog: int, port: int = 0) -> socket.socket:
     return end
 
 
-class Sent:
-    """A message on its way out, as Gloo's work. One that has failed never completes, so that all that do succeed."""
-
-    def __init__(self) -> None:
-        self.gone = threading.Event()
-        self.error: str | None = None
-
-    def fail(self, error: str) -> None:
-        """End every wait by an error."""
-        self.error = error
-        self.gone.set()
-
-    def wait(self, timeout: Any = None) -> None:
-        """Wait until its memory may change."""
-        self.gone.wait(None if timeout is None else timeout.total_seconds())
-        if self.error is not None or not self.gone.is_set():
-            raise RuntimeError(self.error or "the message was not taken in time")
-
-    def is_completed(self) -> bool:
-        """True once there is nothing to wait for."""
-        return self.gone.is_set() and self.error is None
-
-    def is_success(self) -> bool:
-        return True
-
-
 class Connection:
     """One end of a connection: one thread reads, any thread may send.
 
@@ -105,10 +75,10 @@ class Connection:
         self.rank, self.born = -1, time.monotonic()
         self._secret, self._dialled, self._limit = secret, dialled, limit
         self._nonce, self._both = secrets.token_hex(16), ""
-        self._unsent: collections.deque[tuple[memoryview, Sent | None]] = collections.deque()
+        self._unsent = bytearray()
         self._sending = threading.Lock()
-        self._head, self._body, self._filled = bytearray(_HEAD.size), bytearray(), 0
-        self._lengths: tuple[int, int] | None = None
+        self._head, self._filled = bytearray(_HEAD.size), 0
+        self._body: bytearray | None = None  # once the head is here
         OPEN.add(end)
         if end.family in (socket.AF_INET, socket.AF_INET6):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -133,7 +103,7 @@ class Connection:
             OSError, ValueError: it does not; `PermissionError` if it says that this end does not.
         """
         while not self.trusted:
-            self._greet(self._next()[0])
+            self._greet(self._next())
 
     def _greet(self, text: dict[str, Any]) -> None:
         """Take the other end's next word of the greeting."""
@@ -156,23 +126,17 @@ class Connection:
         # The role keeps an end from returning the other's own proof.
         return hmac.new(self._secret.encode(), f"{role} {self._both}".encode(), hashlib.sha256).hexdigest()
 
-    def send(self, text: dict[str, Any], data: Any = b"", sent: Sent | None = None) -> bool:
+    def send(self, text: dict[str, Any]) -> bool:
         """Send a message, or begin to; true if something is left for `flush`.
 
         A connection that breaks raises for its reader only; one that is closed takes nothing.
-
-        Args:
-            data: bytes, which must not change until `sent` has gone.
         """
         message = json.dumps(text).encode()
         with self._sending:
             if not self.open:
-                if sent is not None:
-                    sent.gone.set()
                 return False
             waiting = bool(self._unsent)
-            self._unsent.append((memoryview(_HEAD.pack(len(message), len(data)) + message), None))
-            self._unsent.append((memoryview(data), sent))
+            self._unsent += _HEAD.pack(len(message)) + message
             return False if waiting else self._flush()
 
     @property
@@ -184,7 +148,7 @@ class Connection:
     def backlog(self) -> int:
         """Bytes that wait to be sent."""
         with self._sending:
-            return sum(len(part) for part, _ in self._unsent)
+            return len(self._unsent)
 
     def flush(self) -> bool:
         """Send as much as can be sent; true if something is left."""
@@ -194,21 +158,14 @@ class Connection:
     def _flush(self) -> bool:
         try:
             while self._unsent:
-                part, sent = self._unsent[0]
-                done = self.end.send(part) if len(part) else 0
-                if done < len(part):
-                    self._unsent[0] = (part[done:], sent)
-                    continue
-                self._unsent.popleft()
-                if sent is not None:
-                    sent.gone.set()
+                del self._unsent[: self.end.send(self._unsent)]
         except BlockingIOError:
             return True
         except OSError:  # which the reader hears of
             return False
         return False
 
-    def receive(self) -> Message:
+    def receive(self) -> dict[str, Any]:
         """The next message, from an end that has proved to know the secret.
 
         Raises:
@@ -218,14 +175,14 @@ class Connection:
         """
         while True:
             proved = self.trusted
-            text, data = self._next()
+            text = self._next()
             if proved:
-                return text, data
+                return text
             self._greet(text)
 
-    def _next(self) -> Message:
+    def _next(self) -> dict[str, Any]:
         while True:
-            target = self._head if self._lengths is None else self._body
+            target = self._head if self._body is None else self._body
             count = self.end.recv_into(memoryview(target)[self._filled :])
             if not count:
                 raise ConnectionError("its connection ended")
@@ -233,29 +190,29 @@ class Connection:
             if self._filled < len(target):
                 continue
             self._filled = 0
-            if self._lengths is None:
-                lengths = self._lengths = _HEAD.unpack(self._head)
-                if sum(lengths) > (self._limit if self.trusted else GREETING_BYTES):
-                    raise ValueError("a stranger" if not self.trusted else f"a message of {sum(lengths)} bytes")
-                self._body = bytearray(sum(lengths))
+            if self._body is None:
+                (length,) = _HEAD.unpack(self._head)
+                if not 0 < length <= (self._limit if self.trusted else GREETING_BYTES):
+                    raise ValueError(f"a message of {length} bytes" if self.trusted else "a stranger")
+                self._body = bytearray(length)
             else:
-                (length, _), self._lengths = self._lengths, None
+                message, self._body = self._body, None
                 try:
-                    text = json.loads(self._body[:length])
+                    text = json.loads(message)
                 except RecursionError as error:
                     raise ValueError("a message that is nested too deeply") from error
                 if not isinstance(text, dict):
                     raise ValueError("no JSON object")
-                return text, self._body[length:]
+                return text
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[dict[str, Any]]:
         """Every message that has come whole. Raises as `receive`, after the last one."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 yield self.receive()
 
-    def close(self, why: str = "the connection is closed", seconds: float = 0.0) -> None:
-        """End the connection, wake whoever reads from it, and fail what was not sent.
+    def close(self, seconds: float = 0.0) -> None:
+        """End the connection, and wake whoever reads from it.
 
         Args:
             seconds: time for what was not sent yet to go out.
@@ -268,9 +225,6 @@ class Connection:
         with contextlib.suppress(OSError):
             self.end.shutdown(socket.SHUT_RDWR)
         with self._sending:
-            for _, sent in self._unsent:
-                if sent is not None:
-                    sent.fail(why)
             self._unsent.clear()
         self.end.close()
 
@@ -316,7 +270,7 @@ def dial(
                 left = max(1.0, deadline - time.monotonic())
                 connection = connect(host, there["port"], there["secret"], left)
                 connection.send(greeting)
-                answer, _ = connection.receive()
+                answer = connection.receive()
                 if expected(answer):
                     connection.end.settimeout(None)
                     return connection, answer

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 
 def framed(text: bytes) -> bytes:
-    return struct.pack("!IQ", len(text), 0) + text
+    return struct.pack("!I", len(text)) + text
 
 
 def greeting(called: str, calling: str) -> tuple[list[bool], bytes]:
@@ -102,12 +102,12 @@ def test_a_loop_hands_over_nothing_of_strangers(message: bytes) -> None:
             for connection in loop.poll(5):
                 assert connection is not None
                 try:
-                    seen += [text for text, _ in connection.messages()] or ["nothing"]
+                    seen += [*connection.messages()] or ["nothing"]
                 except (OSError, ValueError) as error:
                     seen.append(str(error))
-                    loop.drop(connection, "")
+                    loop.drop(connection)
         assert seen == [seen[0]]
-    loop.close("")
+    loop.close()
 
 
 def test_whoever_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_whoever_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> Non
     list(loop.poll(0))
     assert not loop.connections
     silent.close()
-    loop.close("")
+    loop.close()
 
 
 def test_a_long_message_of_a_friend_is_refused_too() -> None:
@@ -146,4 +146,4 @@ def test_a_long_message_of_a_friend_is_refused_too() -> None:
     assert error == "a message of 2012 bytes"
     made.set()
     caller.join()
-    loop.close("")
+    loop.close()

@@ -23,11 +23,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.hooks.comm.sockets import listen
+from gradwire.hooks.horovod.consensus.addresses import addresses
 from gradwire.hooks.horovod.consensus.coordinator import Coordinator
 from gradwire.hooks.horovod.consensus.negotiation import Negotiator, request_bytes
 from gradwire.hooks.horovod.runtime import launch
 from gradwire.hooks.horovod.runtime.operations import AllReduce, Sum
-from gradwire.hooks.horovod.consensus.addresses import addresses
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import every_loopback
@@ -399,7 +399,7 @@ def test_nothing_runs_before_all_are_ready() -> None:
 
 
 def framed(text: bytes) -> bytes:
-    return struct.pack("!IQ", len(text), 0) + text
+    return struct.pack("!I", len(text)) + text
 
 
 @every_loopback

@@ -89,12 +89,12 @@ class Coordinator:
                 self._decide()
                 self._look_for_stalls()
         finally:
-            self._loop.close("rank 0 has ended")
+            self._loop.close()
 
     def _read(self, peer: Connection) -> None:
         """Take a rank's messages. A connection that breaks, or says what nobody can read, is a rank that is gone."""
         try:
-            for message, _ in peer.messages():
+            for message in peer.messages():
                 if peer.rank < 0:
                     self._greet(peer, message)
                 elif "done" in message:
@@ -106,7 +106,7 @@ class Coordinator:
                 else:
                     self._negotiator.announce(peer.rank, message)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._loop.drop(peer, str(error))
+            self._loop.drop(peer)
             if peer.rank >= 0:
                 self._end(f"rank {peer.rank} is gone ({error or 'its connection ended'})", clean=False)
 

@@ -209,7 +209,7 @@ class Engine:
         why = "rank 0 is gone"
         with contextlib.suppress(OSError):  # the end of the connection
             while True:
-                message, _ = self._connection.receive()
+                message = self._connection.receive()
                 if message["do"] == "stop" and not message["clean"]:
                     why = message["message"]
                     break

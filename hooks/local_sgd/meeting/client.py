@@ -146,7 +146,7 @@ class Client:
         finally:
             with self._here:
                 self._connection, self._lost_at = None, self._lost_at or time.monotonic()
-                self._loop.close("this replica has left", GOODBYE_SECONDS)
+                self._loop.close(GOODBYE_SECONDS)
                 for board in self._boards.values():
                     board.void("this replica has left the meeting point")
                 self._boards.clear()
@@ -193,7 +193,7 @@ class Client:
         try:
             for source in self._loop.poll(max(0.0, self._beaten + BEAT_SECONDS - time.monotonic())):
                 if source is not None:
-                    for message, _ in source.messages():
+                    for message in source.messages():
                         self._heard = time.monotonic()
                         self._hear(message)
             now = time.monotonic()
@@ -206,7 +206,7 @@ class Client:
             self._disconnect(connection, f"the meeting point is out of reach: {error}")
 
     def _disconnect(self, connection: Connection, why: str) -> None:
-        self._loop.drop(connection, why)
+        self._loop.drop(connection)
         with self._here:
             self._connection, self._lost_at = None, time.monotonic()
             void = [(number, self._boards.pop(number)) for number in list(self._boards) if number != self._view]

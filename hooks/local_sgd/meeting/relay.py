@@ -69,14 +69,14 @@ class Relay:
         finally:
             if self._above is not None:
                 self._above.leave()
-            self._loop.close("a rank of this replica has left")
+            self._loop.close()
 
     def _read(self, connection: Connection) -> None:
         try:
-            for message, _ in connection.messages():
+            for message in connection.messages():
                 self._said(connection, message)
         except (OSError, ValueError, KeyError):
-            self._loop.drop(connection, "it has left")
+            self._loop.drop(connection)
             if connection in self._shards:  # without one of its ranks a replica cannot go on
                 self._loop.put(None)
 

@@ -85,18 +85,18 @@ class MeetingPoint:
                 self._send()
                 self._drop_the_silent()
         finally:
-            self._loop.close("the meeting point has ended")
+            self._loop.close()
 
     def _read(self, connection: Connection) -> None:
         try:
-            for message, _ in connection.messages():
+            for message in connection.messages():
                 if connection not in self._leaving:
                     self._membership.said(connection, message, time.monotonic())
         except (OSError, ValueError) as error:
             self._drop(connection, str(error))
 
     def _drop(self, connection: Connection, why: str) -> None:
-        self._loop.drop(connection, why)
+        self._loop.drop(connection)
         self._leaving.pop(connection, None)
         self._membership.closed(connection, time.monotonic(), why)
 
