@@ -8,7 +8,8 @@ the new layout gathers what the old ones hold; nothing depends on a bucket's ind
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..backends import ScratchPool, low_precision_vector
 from ..formats.layout import Layout, Slot, layout_numel
-from .base import RESIDUAL, Feedback, Vector, total_dropped
+from .base import RESIDUAL, Feedback, FeedbackState, Vector, total_dropped
 from .bucket import BucketFeedback
 from .residual import Residual
 
@@ -126,6 +127,19 @@ class FeedbackStore:
             for slot, gradient in returned:
                 again = None if gradient is None else gradient.float()
                 self.strategy.on_discarded(memory, slot, slot.view(mean).float(), again)
+
+    def discarding(self, means: Iterable[tuple[Layout, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """`everything`, as if `restore` had kept all of these means, each with its layout; this object stays as it
+        is."""
+        found = self.everything()
+        for layout, mean in means:
+            for slot in layout:
+                of_slot = {vector: by_name[slot.name] for vector, by_name in found.items() if slot.name in by_name}
+                for tensor in list(of_slot.values())[:1]:
+                    kept = FeedbackState(self.strategy, {vector: x.view(-1) for vector, x in of_slot.items()})
+                    place = replace(slot, start=0, stride=tensor.stride())
+                    self.strategy.on_discarded(kept, place, slot.view(mean).float(), None)
+        return found
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiply everything: gradients are in units of a loss scale, and that has changed.

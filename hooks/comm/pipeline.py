@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .between_steps import undivided
 from .completion import Completion
 from .ports import Stages, Work
 from .send_queue import Overtaking
@@ -201,6 +202,7 @@ class Scheduler:
             self.take(item)
         return True
 
+    @undivided  # where it runs on a user's thread
     def take(self, item: Task | Barrier | Completion) -> None:
         """Begin a submitted item."""
         if isinstance(item, Completion):

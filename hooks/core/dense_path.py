@@ -47,6 +47,7 @@ class DensePath:
 
     Attributes:
         under_way: sums in flight, bucket by bucket.
+        number: of the step that the sums under way belong to.
         backward: the pass that waits for the sums at its end, and for their writes if it raises; None: no pass runs.
         steps: number of steps so far, alike on all ranks.
         spans: seconds from a pass's first bucket to all its means, on this rank.
@@ -60,7 +61,7 @@ class DensePath:
         self._ranks, self._fresh, self._statistics = group.size, futures_observed or device.type != "cpu", statistics
         self.under_way: list[Sum] = []
         self._last: list[Sum] = []
-        self.backward: int | None = None
+        self.number, self.backward = 0, None  # type: int, int | None
         self.steps, self.spans = 0, list[float]()
         self._began = 0.0
 

@@ -47,6 +47,12 @@ class DiscardedMeans:
             self._feedback.restore(layout, mean, returned)
         return torch.empty(0, device="cpu")
 
+    def without(self, step: Step | None) -> dict[str, dict[str, Tensor]]:
+        """`FeedbackStore.everything`, as if the means of this step had returned to the residuals; these stay as they
+        are. Not while the pipeline runs."""
+        means = [] if step is None else [(layout, mean) for layout, mean, _ in self._returned(step)]
+        return self._feedback.discarding(means)
+
     def _returned(self, step: Step) -> Iterator[tuple[Layout, Tensor, Tensor]]:
         """Each layout that has a residual, its flat mean, and DDP's buffer; none of a step that is undone, whose
         residuals are those of before."""

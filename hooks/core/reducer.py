@@ -84,6 +84,11 @@ class Reducer:
         #: Host memory for them.
         self._counted: Tensor | None = None
 
+    @property
+    def unsettled(self) -> Step | None:
+        """The last step, unless its owner has got all of its means, or never will."""
+        return None if self._last is None or self._last.settled else self._last
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def dense_path(

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Slot
+from ..comm.between_steps import undivided
 from ..comm.pipeline import Pipeline
 from ..core.discarded import DiscardedMeans
 from ..core.step import Step
@@ -60,6 +61,7 @@ class UnusedMeans(DiscardedMeans):
         """Note that DDP is about to apply the step's means; call `reclaim_unused` once it has."""
         self._pending = step
 
+    @undivided
     def reclaim_unused(self, pipeline: Pipeline) -> None:
         """Return to the residuals the means of the expected step that DDP has not applied."""
         step, self._pending = self._pending, None

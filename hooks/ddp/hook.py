@@ -18,7 +18,7 @@ from ...compress.codec import Codec
 from ...compress.feedback.base import Feedback
 from ...compress.formats.layout import Slot
 from ..auto.planner import Fallback
-from ..comm.between_steps import undivided
+from ..comm.between_steps import part_of_step, undivided
 from ..comm.untraced import untraced
 from ..core.bucket import Bucket
 from ..core.dense_path import DensePath
@@ -128,7 +128,7 @@ class CompressState(State):
 
     # -- one step, seen from DDP -------------------------------------------------------------------------------------
 
-    @undivided
+    @part_of_step
     def submit(self, grad_bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Queue a bucket, for `compress_hook`. DDP calls it in the order of the buckets, equal on all ranks."""
         buffer, dense_path = grad_bucket.buffer(), self._dense_path
@@ -209,7 +209,7 @@ class CompressState(State):
             dense_path = self._dense_path = self._dense_run() if self._open is None else None
         if dense_path is not None:  # if the pass raises, no sum in flight may still write to DDP's buckets
             queued = AtEnd(self._end_dense, self._drop_dense).queue()
-            dense_path.backward = current_pass() if queued else None
+            dense_path.number, dense_path.backward = self._step, current_pass() if queued else None
         return dense_path
 
     def _must_compare(self) -> bool:
@@ -267,7 +267,7 @@ class CompressState(State):
             if self._reducer is not None:
                 self._reducer.raised(self._step, sums)
 
-    @undivided
+    @part_of_step
     def _end_dense(self) -> None:
         """Wait for the means of the dense path, before DDP reads them."""
         dense_path = self._dense_path
@@ -305,7 +305,7 @@ class CompressState(State):
         self._step = step.number + 1
         reducer.end(step)
 
-    @undivided
+    @part_of_step
     def _ended(self, step: Step) -> None:
         """End the backward pass of the step's first bucket, which may be one inside another."""
         if step is not self._open or self._reducer is None:
@@ -315,7 +315,7 @@ class CompressState(State):
             self._close(step, self._reducer)
             self._deliver(step)
 
-    @undivided
+    @part_of_step
     def _deliver(self, step: Step) -> None:
         """Wait for the means at the end of the backward pass, before DDP applies them."""
         reducer, model = self._reducer, self._ddp()
@@ -358,9 +358,7 @@ class CompressState(State):
         """The pipeline has failed: raise its error, after the step's means of these parameters, which nobody has used,
         have returned to the residuals."""
         self._idle()
-        if not step.settled:
-            step.settled = True
-            self._discarded.keep(step, names)
+        self._discarded.keep(step, names)
         if self._reducer is not None:
             self._reducer.session.pipeline.wait()
 

@@ -14,10 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.between_steps import REMEDY, Reentered, between_steps, undivided, within_step
+from ..comm.between_steps import (
+    REMEDY,
+    Reentered,
+    between_steps,
+    interrupts_undivided,
+    part_of_step,
+    undivided,
+)
 from ..comm.untraced import untraced
 from ..core.bucket import Bucket
 from ..core.step import Step
+from ..training.autograd_end import waited
 from ..training.awaited_gradient import AwaitedGradient
 from ..training.awaited_parameter import AwaitedParameter, awaited_class, release
 from ..training.optimizer_part import OptimizerStep
@@ -164,9 +172,10 @@ class OverlapForward:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @between_steps
+    @part_of_step
     def finish(self) -> None:
         """Wait for all means, and take the steps that wait for them: parameters are then as without overlap."""
+        _expect_whole("finish() was called")
         for late in list(self._due):
             self._take_steps(late)
 
@@ -241,8 +250,8 @@ class OverlapForward:
     def backward_ended(self) -> None:
         """DDP has made gradients of what its buckets hold, which are no means yet."""
         self._in_flight = True
-        for parameter in self._late_of:
-            parameter.grad = self._stand_ins[parameter]
+        for parameter, late in self._late_of.items():
+            parameter.grad, late.step.settled = self._stand_ins[parameter], True
 
     # -- the optimizers ----------------------------------------------------------------------------------------------
 
@@ -287,10 +296,16 @@ class OverlapForward:
         if not self._in_flight:
             self.finish()
 
-    @undivided
+    @part_of_step
     def _take_steps(self, late: _Late) -> None:
         """Wait for this mean, and take the steps that wait for it."""
         self._await(late)
+        self._take_steps_by(late)
+
+    @undivided
+    def _take_steps_by(self, late: _Late) -> None:
+        if late not in self._due:  # a signal's handler has used a parameter during the wait
+            return
         for slot, parameter in zip(late.bucket.slots, late.bucket.parameters, strict=True):
             version = late.versions.get(parameter)
             if version is not None and (not isinstance(parameter, AwaitedParameter) or parameter._version != version):
@@ -330,7 +345,7 @@ class OverlapForward:
                 self._take_steps(late)
             release(parameter)
 
-    @undivided
+    @part_of_step
     def _settle(self) -> None:
         """`finish`, and wait for means that no optimizer has asked for."""
         self.finish()
@@ -339,14 +354,21 @@ class OverlapForward:
         self._in_flight = False
 
     def _await(self, late: _Late) -> None:
+        state = self._of()
         try:
-            late.future.wait()
+            interruption = waited(late.future.wait, lambda _: state is None or state.failed)
         except Exception:
-            names = {name for other in self._due for name in other.bucket.names}
-            self.drop()
-            if (state := self._of()) is not None:
-                state.give_up(late.step, names)
+            self._give_up(late)
             raise
+        if interruption is not None:
+            raise interruption
+
+    @undivided
+    def _give_up(self, late: _Late) -> None:
+        names = {name for other in self._due for name in other.bucket.names}
+        self.drop()
+        if (state := self._of()) is not None:
+            state.give_up(late.step, names)
 
     # -- the modules -------------------------------------------------------------------------------------------------
 
@@ -357,7 +379,7 @@ class OverlapForward:
             for parameter in self._aside:
                 parameter.grad = None
 
-    @undivided
+    @part_of_step
     def _before_root(self, root: nn.Module, _: Any) -> None:
         while self._aside:
             parameter = self._aside.pop()
@@ -403,11 +425,15 @@ def trains(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
 
 
+def _expect_whole(event: str) -> None:
+    if interrupts_undivided():
+        raise Reentered(f"gradwire: {event} within a step that parameters still wait for: {REMEDY}")
+
+
 def _use(overlap: weakref.ref[OverlapForward], parameters: list[Tensor]) -> None:
     """Take the updates of these parameters, or all if there is none."""
     if (owner := overlap()) is not None:
-        if within_step(owner):
-            raise Reentered(f"gradwire: a parameter was used within a step that it still waits for: {REMEDY}")
+        _expect_whole("a parameter was used")
         owner._use(parameters or owner._stand_ins)
     for parameter in parameters:
         release(parameter)

@@ -18,7 +18,7 @@ from ... import __version__
 from ...compress.deprecated import former_property
 from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
-from ..comm.between_steps import between_steps, within_step
+from ..comm.between_steps import between_steps, undivided, within_step, within_steps_too
 from ..core.bucket import Bucket
 from ..core.checkpoint import Checkpoint, idle_names
 from ..core.dense_path import DensePath
@@ -146,6 +146,11 @@ class State(Counted):
             self._flush()
         return self._statistics.copied()
 
+    @property
+    def failed(self) -> bool:
+        """True after a failure of the exchange: steps fail until the state is closed on every rank."""
+        return self._reducer is not None and self._reducer.session.pipeline.failed
+
     # -- the model ---------------------------------------------------------------------------------------------------
 
     @between_steps
@@ -186,6 +191,7 @@ class State(Counted):
         elif scaler is not self.grad_scaler:
             self.grad_scaler = scaler
 
+    @undivided
     def _bind(
         self, model: DistributedDataParallel, scaler: torch.amp.GradScaler | None, within_hook: bool = False
     ) -> Reducer:
@@ -279,7 +285,7 @@ class State(Counted):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    @between_steps
+    @within_steps_too
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state: tensors, numbers and strings only, so `torch.load` reads it with
         `weights_only=True`. It loads on the same rank of the same number of ranks; save one for each rank, or let
@@ -289,16 +295,38 @@ class State(Counted):
         has other buckets in its first step, and `"factors"` begins its approximation anew (`PowerSGD`). Parameters that
         may have a residual, but have none yet, have zeros.
 
+        Within a backward pass, as from a signal's handler, it waits until the gradients that have been submitted are
+        reduced. The running state does not change. The checkpoint is that of a step that is given up: its number is
+        that of the step under way, and what ranks would apply of that step is in the saved residuals.
+
         Raises:
-            RuntimeError: the state has no model yet, and nothing was loaded into it. Or a step is under way: a backward
-                pass, which a signal's handler may have interrupted.
+            RuntimeError: the state has no model yet, and nothing was loaded into it. Or a signal's handler has
+                interrupted another save, or a place where a step is half submitted.
         """
         if not self._bound and self._loaded is not None:
             return self._loaded[0]
         self._expect_model("state_dict()")
-        self._idle()
         self._saves += 1
+        if within_step(self):
+            return self._saved_within_step()
+        self._idle()
         return self._checkpoint.of_rank()
+
+    def _saved_within_step(self) -> dict[str, Any]:
+        """`state_dict` as if the step under way were given up."""
+        step, number = None, self._step
+        if self._reducer is not None:
+            self._reducer.session.pipeline.flush()
+            step = self._reducer.unsettled
+        if step is not None and not step.own and self._discarded.pending:  # of `DDP.join`, before this pass
+            step = None
+        if self._dense_path is not None and self._dense_path.under_way:
+            number = self._dense_path.number
+        elif step is not None:
+            number = step.number
+        checkpoint = self._checkpoint
+        checkpoint.facts["step"] = number
+        return checkpoint.export(checkpoint.key, self._discarded.without(step))
 
     @between_steps
     def consolidated_state_dict(self) -> dict[str, Any]:
@@ -401,6 +429,7 @@ class State(Counted):
         self._known = _nothing
         self._names = {id(p): name for name, p in self._parameters.items()}
 
+    @undivided
     @torch.inference_mode(False)  # a step changes what is made here
     def _connect(self, problem: Exception | None) -> Reducer:
         """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any."""

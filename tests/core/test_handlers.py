@@ -23,8 +23,10 @@ from fsdp_drawn import mesh_of
 from gradwire import (
     Identity,
     LocalUpdates,
+    Momentum,
     OneBit,
     PowerSGD,
+    Residual,
     Rounds,
     SufficientFactors,
     TopK,
@@ -32,13 +34,15 @@ from gradwire import (
     compress_fsdp,
     overlap_forward,
 )
-from gradwire.hooks.comm.between_steps import REMEDY
+from gradwire.compress.feedback.base import RESIDUAL, Feedback
+from gradwire.hooks.comm.between_steps import REMEDY, Reentered
 from gradwire.hooks.comm.completion import Completion
 from gradwire.hooks.horovod.runtime.context import world
+from gradwire.hooks.training.autograd_end import current_pass
 from gradwire.optim import DistributedLion, OneBitAdam
 from lacking import needs_reduce_scatter
 from ranks import Pool, on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron, wrap
@@ -58,7 +62,7 @@ class Interruption:
 
     Attributes:
         counts: of calls that were made, and of those that were refused, by name.
-        saved: digests of the checkpoints.
+        saved: digests of the checkpoints, except those from within a backward pass.
     """
 
     def __init__(self, calls: Calls, seed: int, most: int, anywhere: bool) -> None:
@@ -83,7 +87,7 @@ class Interruption:
         refused = False
         try:
             found = call()
-            if name == "state_dict":
+            if name == "state_dict" and current_pass() == -1:
                 self.saved.append(text_of(found))
         except RuntimeError as error:
             if REMEDY not in str(error):
@@ -148,8 +152,8 @@ def calls_of(state: Any, *names: str) -> dict[str, Callable[[], Any]]:
 
 
 class DataParallel(Front):
-    def __init__(self, codec: Any, overlapped: bool = False, **options: Any) -> None:
-        self.model, self.state = wrap(perceptron(), codec, **options)
+    def __init__(self, codec: Any, overlapped: bool = False, model: Any = None, **options: Any) -> None:
+        self.model, self.state = wrap(model or perceptron(), codec, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.overlap = overlap_forward(self.model, self.optimizer) if overlapped else None
         self.calls = calls_of(self.state, "statistics", "step", "tuning", "state_dict")
@@ -277,6 +281,8 @@ def trained(rank: int, name: str, seed: int | None, most: int, refused: bool) ->
         front = FRONTS[name]()
         digests, states = [], [text_of(front.checkpoint())]
         refusing = {"close": front.close, **{k: call for k, call in front.calls.items() if k == "state_dict"}}
+        if isinstance(front, DataParallel):
+            refusing["state_dict"] = front.state.consolidated_state_dict
         if isinstance(front, Sharded):
             refusing["state_dict"] = front.state.state_dict
         interruption = Interruption(refusing if refused else front.calls, 7 * (seed or 0) + rank, most, not refused)
@@ -329,6 +335,117 @@ def test_a_handler_changes_nothing(ranks: Ranks, name: str, most: int) -> None:
 @pytest.mark.parametrize("name", marked(FRONTS))
 def test_what_needs_the_end_of_a_step_is_refused_within_it(ranks: Ranks, name: str) -> None:
     check(ranks, name, 1, 5, refused=True)
+
+
+class SaveAt:
+    """A handler that saves once on the main thread, at the first line where it can after a number of lines of a
+    backward pass, which are the same on all ranks."""
+
+    def __init__(self, save: Callable[[], Any], lines: int) -> None:
+        self._save, self._left = save, lines
+        self.saved: dict[str, Any] = {}
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not self.saved and in_exchange(frame):
+            self._left -= 1
+            if self._left <= 0:
+                with contextlib.suppress(Reentered):
+                    self.saved = self._save()
+        return self.trace if frame.f_code.co_filename.startswith(HOOKS) and not self.saved else None
+
+
+SAVES: dict[str, dict[str, Any]] = {
+    "gather": {"codec": TopK(0.1), "exchange": "gather"},
+    "two_pass": {"codec": OneBit(), "exchange": "two_pass"},
+    "split": {"codec": TopK(0.1), "exchange": "split"},
+    "mask": {"codec": TopK(0.1), "exchange": "mask"},
+    "factors": {"codec": PowerSGD(2), "exchange": "factors"},
+    "union, excluded": {"codec": TopK(0.1), "exchange": "union", "exclude": ["*.bias"]},
+    "tracking": {"codec": OneBit(), "exchange": "gather", "error_feedback": Tracking(clip=1e3), "exclude": ["*.bias"]},
+    "momentum": {"codec": TopK(0.1), "exchange": "gather", "error_feedback": Momentum(0.5, masking=False)},
+    "bfloat16": {"codec": TopK(0.1), "exchange": "gather", "error_feedback": Residual(dtype=torch.bfloat16)},
+    "scaler": {"codec": TopK(0.1), "exchange": "gather", "grad_scaler": 8.0},
+    "unused": {"codec": TopK(0.1), "exchange": "gather", "ddp": {"find_unused_parameters": True}},
+    "views": {"codec": TopK(0.1), "exchange": "gather", "ddp": {"gradient_as_bucket_view": True}},
+    "overlap": {"codec": TopK(0.1), "exchange": "gather", "overlapped": True},
+    "dense": {"codec": Identity(), "exchange": "dense"},
+}  # fmt: skip
+
+
+def saved_in_backward(rank: int, name: str, seed: int | None) -> Any:
+    """Digests of the parameters; and for each step the state before, gradients, and the state saved within backward."""
+    options, draw = dict(SAVES[name]), Random(seed)
+    scale, module = options.pop("grad_scaler", None), perceptron()
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    if name == "unused":
+        module[-1].register_parameter("idle", nn.Parameter(torch.ones(3)))
+    front, digests, seen = DataParallel(model=module, grad_scaler=scaler, **options), list[str](), list[Any]()
+    named, places = dict(module.named_parameters()), draw.sample(range(6), 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(6):
+            before = front.state.state_dict()
+            front.optimizer.zero_grad()
+            loss = front.loss(rank, number)
+            loss = loss if scaler is None else scaler.scale(loss)
+            found = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
+            gradients = {
+                n: torch.zeros(p.shape) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)
+            }
+            at = SaveAt(front.state.state_dict, 55 * places[number] + draw.randint(0, 54))
+            sys.settrace(at.trace if seed else None)
+            loss.backward()
+            sys.settrace(None)
+            seen.append((before, gradients, at.saved))
+            if scaler is None:
+                front.optimizer.step()
+            else:
+                scaler.step(front.optimizer)
+                scaler.update()
+            digests.append(digest(front.parameters()))
+        for _, _, saved in seen:
+            front.state.load_state_dict(saved or before)
+        front.close()
+    return digests, seen
+
+
+def means_of(saved: list[dict[str, Any]], name: str) -> dict[str, Tensor]:
+    """The mean over the ranks of each vector that they have saved of a parameter; nothing of one that has none."""
+    vectors: list[dict[str, Any]] = [{RESIDUAL: each["residuals"], **each.get("vectors", {})} for each in saved]
+    ranks_own = [{vector: next(iter(found.values())) for vector, found in each.items()} for each in vectors]
+    return {
+        vector: torch.stack([each[vector][name].double() for each in ranks_own]).mean(0)
+        for vector in ranks_own[0]
+        if name in ranks_own[0][vector]
+    }
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 22))])
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_within_backward_is_that_of_a_step_given_up(ranks: Ranks, name: str, seed: int) -> None:
+    alone, saving = (ranks(2).run(saved_in_backward, name, drawn) for drawn in (None, seed))
+    for (digests, _), (same, _) in zip(alone, saving, strict=True):
+        assert digests == same
+    given = SAVES[name].get("error_feedback")
+    strategy = given if isinstance(given, Feedback) else Residual()
+    kinds = Counter[str]()
+    for number, of_ranks in enumerate(zip(*(seen for _, seen in saving), strict=True)):
+        before, gradients, saved = ([each[place] for each in of_ranks] for place in range(3))
+        if not all(saved):
+            continue  # the pass had fewer lines
+        assert {each["step"] for each in (*before, *saved)} == {number}
+        for parameter in gradients[0]:
+            gradient = torch.stack([each[parameter].double() for each in gradients]).mean(0)
+            there, then = means_of(before, parameter), means_of(saved, parameter)
+            if all(torch.equal(there[vector], then[vector]) for vector in there):
+                kinds["as before"] += 1
+            else:
+                off = strategy.invariant(gradient, there, torch.zeros(()), then)
+                scale = max(float(x.abs().max()) for x in (gradient, *there.values()))
+                assert off.abs().max() < (1e-2 if name == "bfloat16" else 1e-5) * scale, (number, parameter)
+                kinds["given up"] += 1
+    assert kinds["as before"] > 1, kinds
+    assert (kinds["given up"] > 1) == (name != "dense"), kinds
 
 
 @pytest.mark.slow
