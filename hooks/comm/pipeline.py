@@ -266,8 +266,6 @@ class Scheduler:
                 barrier.future.set_result(self.nothing if result is None else result)
             except Exception as error:
                 self._fail(error, barrier)
-        if self.streams is not None:
-            self.streams[1].wait_stream(self.streams[0])
 
     def _advance(self, task: Task, error: Exception | None = None) -> Work | None:
         """Run the task's next stage; None: it has ended, well or not."""

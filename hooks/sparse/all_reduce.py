@@ -113,8 +113,8 @@ def sparse_all_reduce(
             text, which names the rank; all may go on.
         RuntimeError: a rank did not take part within the group's timeout.
 
-    Memory is kept for the next call on the same group. The host waits for one small all-gather, which compares
-    arguments, then for one count in "union" and "dense" (without `out`), two in "split".
+    Memory is kept for the next call on the same group and stream. The host waits for one small all-gather, which
+    compares arguments, then for one count in "union" and "dense" (without `out`), two in "split".
     """
     with torch.no_grad():
         call = prepare(indices, values, numel, group, op, algorithm, out)
@@ -131,8 +131,14 @@ def sparse_all_reduce(
         )
 
 
-#: Memory of the calls on a group, which goes with the group.
-_pools: weakref.WeakKeyDictionary[Any, dict[torch.device, BufferPool]] = weakref.WeakKeyDictionary()
+#: Memory of the calls on a group, which goes with the group; by stream, as calls on two streams may run at once.
+_pools: weakref.WeakKeyDictionary[Any, dict[Any, BufferPool]] = weakref.WeakKeyDictionary()
+
+
+def pool_of(group: Any, device: torch.device) -> BufferPool:
+    """The memory of calls on this group and the current stream."""
+    place = torch.cuda.current_stream(device) if device.type == "cuda" else device
+    return _pools.setdefault(group, {}).setdefault(place, BufferPool(device))
 
 
 @dataclass
@@ -189,8 +195,7 @@ def prepare(
     bounds = bounds_of(sides.samples, numel) if decision.name == "split" else []
     scale = 1.0 / ranks.size if op == "mean" else 1.0
     agreed = (ranks.size - 1) * sides.nbytes
-    pool = _pools.setdefault(process_group, {}).setdefault(here, BufferPool(here))
-    exchanger = EntryExchanger(numel, travel, here, ranks, pool, tuple(values.shape[1:]))
+    exchanger = EntryExchanger(numel, travel, here, ranks, pool_of(process_group, here), tuple(values.shape[1:]))
     return Call(exchanger, entries, max(sides.counts), bounds, decision, scale, agreed)
 
 

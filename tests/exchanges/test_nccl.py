@@ -30,12 +30,15 @@ from gradwire.compress import (
 from gradwire.compress.backends import backend_kernels
 from gradwire.compress.feedback.base import Feedback
 from gradwire.hooks.auto import planner as planner_module
+from gradwire.hooks.comm.entry_exchange import Entries, EntryExchanger, fill
+from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.comm.topology import Topology
 from gradwire.hooks.core.reducer import Reducer
 from gradwire.hooks.exchanges import EXCHANGES, possible, serving
 from gradwire.hooks.exchanges.non_zero_blocks import NonZeroBlocks
 from gradwire.hooks.network import cost
+from gradwire.hooks.sparse.all_reduce import Call, pool_of, reduce
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nccl_on_cpu import DEVICE, Deadlock, GpuTensor, HostWaits, Mismatch, Schedule, World, on_gpu, read
@@ -242,6 +245,30 @@ def test_between_nodes_too(exchange: str, monkeypatch: pytest.MonkeyPatch) -> No
     reference = on_cpus(recipe)
     assert not differences(reference, on_gpus(recipe, Schedule("1 side 2")))
     assert all(text.startswith(f"hierarchical {exchange}") for text in reference[0].statistics.decisions.values())
+
+
+def summed_on_two_streams(world: World, rank: int) -> list[list[float]]:
+    """Sums of `sparse_all_reduce` on two streams that nothing orders."""
+    group, results = Group(world.communicator((0, 1)).member(rank), (0, 1)), []
+    for number in range(2):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            entries = Entries(on_gpu(torch.arange(4, dtype=torch.int32)), on_gpu(torch.full((4,), 1.0 + number)))
+            out, exchanger = (
+                on_gpu(torch.zeros(4)),
+                EntryExchanger(4, torch.float32, DEVICE, group, pool_of(group, DEVICE)),
+            )
+            call = Call(exchanger, entries, 4, [], cost.Decision("gather", ()), 1.0, 0)
+            results.append((torch.cuda.current_stream(), fill(out, reduce(call))))  # type: ignore[arg-type]
+    found = []
+    for stream, out in results:
+        with torch.cuda.stream(stream):
+            found.append(read(out).tolist())
+    return found
+
+
+@pytest.mark.parametrize("stream", ["side 1", "side 2"])
+def test_sparse_sums_on_two_streams_have_memory_of_their_own(stream: str) -> None:
+    assert World(2, Schedule(f"0 {stream}")).run(summed_on_two_streams) == [[[2.0] * 4, [4.0] * 4]] * 2
 
 
 # -- faults that are found ---------------------------------------------------------------------------------------------
