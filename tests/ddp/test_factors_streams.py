@@ -3,22 +3,27 @@ those that plain data parallelism has on CPUs. Faults are seeded, and each is fo
 
 from __future__ import annotations
 
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from gradwire import SufficientFactors
+from gradwire.hooks.comm.pipeline import Scheduler
 from gradwire.hooks.sufficient_factors import gradients, selection
-from nccl_on_cpu import DEVICE, Schedule, World, on_gpu, read
+from gradwire.hooks.sufficient_factors.layer import Layer
+from nccl_on_cpu import DEVICE, GpuTensor, Schedule, World, on_gpu, read
 from nccl_on_cpu.machine import Stream
 from nccl_on_cpu.training import Meeting
 from torch import Tensor, nn
 
 ROWS, RATE = 3, 0.05
-#: Passes of each step; all but the last one are in `no_sync()`.
+#: Passes of each step; all but the last one are in `no_sync()`. With two, gradients take fewer bytes than factors.
 PASSES = (1, 2, 1)
+#: Of one rank: backward's, those of the two layers, the pipeline's, and NCCL's.
+STREAMS = ("0 default", *(f"0 side {number}" for number in range(1, 5)), "0 nccl")
 
 
 class Fork(torch.autograd.Function):
@@ -173,21 +178,55 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[Schedule], World]:
     return make
 
 
-def wrong(world: Callable[[Schedule], World]) -> list[str]:
+def wrong(world: Callable[[Schedule], World]) -> Iterator[str]:
     """The streams of which one that is late changes something."""
-    first, wanted, found = world(Schedule()), expected(2), []
-    results = [first.run(train)]
-    for stream in [stream.name for stream in first.machine.streams if "reuse" not in stream.name]:
-        found.append(stream)
-        results.append(world(Schedule(stream)).run(train))
-    return [
-        stream
-        for stream, ranks in zip(["none", *found], results, strict=True)
-        if not all(
-            torch.allclose(w, g, rtol=1e-4, atol=1e-5) for mine in ranks for w, g in zip(wanted, mine, strict=True)
-        )
-    ]
+    wanted = expected(2)
+    for stream in STREAMS:
+        made = world(Schedule(stream))
+        for got in made.run(train):
+            if not all(torch.allclose(w, g, rtol=1e-4, atol=1e-5) for w, g in zip(wanted, got, strict=True)):
+                yield stream
+        assert stream in {found.name for found in made.machine.streams}
 
 
 def test_no_order_of_streams_changes_a_weight(world: Callable[[Schedule], World]) -> None:
-    assert wrong(world) == []
+    assert list(wrong(world)) == []
+
+
+def not_recorded(function: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """`record_stream` is missing in this function."""
+
+    def fault(patch: pytest.MonkeyPatch) -> None:
+        real = GpuTensor.record_stream
+
+        def record_stream(self: GpuTensor, stream: Any) -> None:
+            if sys._getframe(1).f_code.co_name != function:
+                real(self, stream)
+
+        patch.setattr(GpuTensor, "record_stream", record_stream)
+
+    return fault
+
+
+def result_of_no_device(patch: pytest.MonkeyPatch) -> None:
+    real = Scheduler.__post_init__
+
+    def made(self: Scheduler) -> None:
+        real(self)
+        self.nothing = torch.empty(0, device="cpu")
+
+    patch.setattr(Scheduler, "__post_init__", made)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "means used before they are there": result_of_no_device,
+    "factors used before they are there": lambda patch: patch.setattr(Layer, "_made", lambda *_: None),
+    "factors were not recorded": not_recorded("use"),
+    "the mean was not recorded": not_recorded("apply"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str, world: Callable[[Schedule], World], monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[name](monkeypatch)
+    assert next(wrong(world), None) is not None
