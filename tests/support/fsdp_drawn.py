@@ -101,11 +101,11 @@ class Parts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         x = torch.tanh(self.first(x * self.scale))
-        x = self.twice(torch.tanh(self.twice(x)))
+        places = [x, self.twice(torch.tanh(self.twice(x)))]
+        x = self.turns(places[1]) if self.calls % 2 else places[1]
+        places.append(x)
         if self.raises:
-            x.register_hook(_raise)
-        if self.calls % 2:
-            x = self.turns(x)
+            places[self.calls // 2 % 3].register_hook(_raise)
         return self.block(self.frozen(x) + x)
 
 
