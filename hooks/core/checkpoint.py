@@ -80,10 +80,14 @@ class Checkpoint:
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
-    def of_rank(self) -> dict[str, Any]:
+    def of_rank(self, vectors: Vectors | None = None) -> dict[str, Any]:
         """This rank's part; nothing changes. Besides residuals, in which all is folded, it has what owners of slices
-        keep apart: not even a rounding differs where layouts are the same after loading."""
-        saved = self.export(self.key, self.feedback.everything())
+        keep apart: not even a rounding differs where layouts are the same after loading.
+
+        Args:
+            vectors: in the place of the feedback's residuals.
+        """
+        saved = self.export(self.key, self.feedback.everything() if vectors is None else vectors)
         owned = self.feedback.owned() if self.key != MEAN else {}
         return {**saved, OWNED: {self.key: owned}} if owned else saved
 

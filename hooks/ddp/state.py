@@ -324,9 +324,9 @@ class State(Counted):
             number = self._dense_path.number
         elif step is not None:
             number = step.number
-        checkpoint = self._checkpoint
+        vectors, checkpoint = self._discarded.without(step), self._checkpoint
         checkpoint.facts["step"] = number
-        return checkpoint.export(checkpoint.key, self._discarded.without(step))
+        return checkpoint.of_rank(vectors)
 
     @between_steps
     def consolidated_state_dict(self) -> dict[str, Any]:
