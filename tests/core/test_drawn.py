@@ -362,7 +362,7 @@ def search(ranks: Ranks, number: int, examples: int, until: float = math.inf) ->
     draw()
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_drawn_scripts(ranks: Ranks, number: int) -> None:
     search(ranks, number, 30)
 

@@ -60,7 +60,8 @@ class Server:
         self.real = sys.executable
         python, known = folder / "python", folder / "known.json"
         address = f"gradwire-{secrets.token_hex(8)}"  # no file's: a folder's name may be longer than a socket's
-        known.write_text(json.dumps(preloaded_client.surroundings()), "utf-8")
+        packages = [path for path in sys.path if Path(path, "gradwire").is_dir()]
+        known.write_text(json.dumps({**preloaded_client.surroundings(), "packages": packages}), "utf-8")
         words = shlex.join([self.real, "-IS", preloaded_client.__file__, address, str(known), self.real])
         python.write_text(f'#!/bin/sh\nexec {words} "$@"\n', "utf-8")
         python.chmod(0o700)

@@ -34,6 +34,14 @@ def surroundings() -> dict[str, str]:
     return {**early, "network": os.readlink("/proc/self/ns/net")}
 
 
+def fits(known: dict[str, Any]) -> bool:
+    """Whether the server's fork is what a process with these surroundings is. It may find other packages besides."""
+    mine, theirs = surroundings(), {name: value for name, value in known.items() if name != "packages"}
+    if set(mine.get("PYTHONPATH", "").split(os.pathsep)) <= {"", *known["packages"]}:
+        mine["PYTHONPATH"] = theirs["PYTHONPATH"] = ""
+    return mine == theirs
+
+
 def parse(arguments: Sequence[str]) -> tuple[str, str, list[str], list[str]] | None:
     """(kind, what, sys.argv, warnings) of a command line for Python; None if it is one for a Python of its own."""
     warnings: list[str] = []
@@ -69,7 +77,7 @@ def main() -> None:
         expected = json.load(file)
     parsed = parse(arguments)
     server = socket.socket(socket.AF_UNIX)
-    if parsed is None or surroundings() != expected or server.connect_ex(f"\0{address}"):
+    if parsed is None or not fits(expected) or server.connect_ex(f"\0{address}"):
         os.execv(real, [real, *arguments])
     kind, what, argv, warnings = parsed
     passed = descriptors()
