@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from .formats.wire import Field, Part
 
 MEANS, CLIPS = ("ranks", "senders"), (None, "median")
 MOST = torch.finfo(torch.float32).max
-#: Elements that are put together at a time where a code has blocks: of some ranks they lie in a CPU's cache.
-AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,7 @@ class Aggregation(Codec):
     Neither is the mean, so something is lost, or handed out that nobody has sent: with n senders an element moves P/n
     times as far as its mean would have it, and what is clipped is in no residual. A norm that is not finite is neither
     clipped nor part of the median. Norms are the senders' own, float32 on the wire: replicas stay equal whatever
-    machines they are on. Every rank's wire is decoded by itself, at about P passes over the gradient;
-    on a CPU over some blocks at a time.
+    machines they are on. Every rank's wire is decoded by itself, at some P passes over the gradient.
 
     Its wire cannot be sliced, so it goes through "gather", and of what other exchanges compute nothing would be right.
 
@@ -82,69 +78,56 @@ class Aggregation(Codec):
         return KERNELS
 
 
-class AggregationKernels(Kernels):
-    """In torch, around the inner codec's kernels."""
+class AggregationKernels(Kernels[Aggregation]):
+    """In torch, around the inner codec. The host does not wait."""
 
-    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+    def workspace(self, codec: Aggregation, numel: int, device: torch.device) -> Workspace:
         inner = codec.inner.workspace(numel, device)
         return Workspace(inner.status, {"inner": inner})
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, codec: Aggregation, dtype: torch.dtype, device: torch.device) -> None:
         codec.inner.kernels(device).prepare(codec.inner, dtype, device)
 
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: Aggregation, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         inner = self._inner(codec, wire, x.numel())
         codec.inner.encode(x, inner, draw, self._workspace(workspace))
         self._measure(codec, wire, inner, x.numel())
 
     def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self,
+        codec: Aggregation,
+        grad: Tensor,
+        residual: Tensor,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         inner = self._inner(codec, wire, grad.numel())
         codec.inner.encode_feedback(grad, residual, inner, draw, self._workspace(workspace))
         self._measure(codec, wire, inner, grad.numel())
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: Aggregation, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         codec.inner.decode_add(self._inner(codec, wire, out.numel()), out, alpha, self._workspace(workspace))
 
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        block, ranks = codec.inner.block_size, range(wires[0].shape[0])
-        parts, factors = (wires[:-1], _factors(wires[-1])) if codec.clip else (wires, [1.0] * len(ranks))
-        if block is None or out.device.type != "cpu":
-            whole = [parts[0][rank] if len(parts) == 1 else torch.cat([rows[rank] for rows in parts]) for rank in ranks]
-            self._join(codec, whole, factors, out, workspace)
+    def decode_mean(self, codec: Aggregation, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        ranks, inner = len(wires[0]), self._workspace(workspace)
+        if codec.mean == "ranks" and codec.clip is None:
+            codec.inner.decode_mean(wires, out, inner)
             return
-        at_once, record = max(1, AT_ONCE // block), codec.inner.wire_bytes(block)
-        for first in range(0, -(-out.numel() // block), at_once):
-            last = first + at_once
-            rows = parts[0][:, first * record : last * record]
-            self._join(codec, list(rows), factors, out[first * block : last * block], workspace)
-
-    def _join(
-        self, codec: Any, wires: Sequence[Tensor], factors: Sequence[float], out: Tensor, workspace: Workspace
-    ) -> None:
-        """Decode the inner codec's wires, one a rank, as `decode_mean` does."""
-        rooms: Tensor | None = workspace.buffers.get("join")
-        if rooms is None or rooms.shape[1] < out.numel():
-            rooms = torch.empty(4, out.numel(), dtype=torch.float32, device=out.device)
-            workspace.buffers["join"] = rooms
-        total, senders, part, sends = rooms[:, : out.numel()]
-        total.zero_()
-        senders.zero_()
-        for wire, factor in zip(wires, factors, strict=True):
-            if codec.mean == "ranks":
-                codec.inner.decode_add(wire, total, factor, self._workspace(workspace))
-                continue
-            codec.inner.decode_add(wire, part.zero_(), 1.0, self._workspace(workspace))
-            senders += torch.ne(part, 0, out=sends)  # as float32: a sum of different dtypes takes seven times as long
-            total += part if factor == 1.0 else part.mul_(factor)
+        total, senders, part = torch.zeros(3, out.numel(), dtype=torch.float32, device=out.device)
+        parts, factors = (wires[:-1], clipping(wires[-1])) if codec.clip else (wires, total.new_ones(ranks))
+        for rank in range(ranks):
+            wire = torch.cat([rows[rank] for rows in parts]) if len(parts) > 1 else parts[0][rank]
+            codec.inner.decode_add(wire, part.zero_(), 1.0, inner)
+            senders += (part != 0).float()  # a sum of different dtypes takes seven times as long
+            total += part.mul_(factors[rank])
         if codec.mean == "ranks":
-            divide(total, len(wires), out)
+            divide(total, ranks, out)
         else:
             out.copy_(total.div_(senders.clamp_(min=1)))
 
     @staticmethod
-    def _inner(codec: Any, wire: Tensor, numel: int) -> Tensor:
+    def _inner(codec: Aggregation, wire: Tensor, numel: int) -> Tensor:
         return wire[: codec.inner.wire_bytes(numel)]
 
     @staticmethod
@@ -153,7 +136,7 @@ class AggregationKernels(Kernels):
         return found
 
     @staticmethod
-    def _measure(codec: Any, wire: Tensor, inner: Tensor, numel: int) -> None:
+    def _measure(codec: Aggregation, wire: Tensor, inner: Tensor, numel: int) -> None:
         """Write the norm of what `inner` decodes to behind it."""
         if codec.clip:
             sent = torch.zeros(numel, dtype=torch.float32, device=wire.device)
@@ -165,9 +148,10 @@ class AggregationKernels(Kernels):
 KERNELS = AggregationKernels()
 
 
-def _factors(norms: Tensor) -> list[float]:
-    """The factor of each rank's part, from float32 norms as bytes [P, 4]. Waits for the device."""
-    found = norms.contiguous().view(torch.float32)[:, 0].tolist()
-    sound = [norm for norm in found if math.isfinite(norm) and norm >= 0]
-    most = statistics.median(sound) if sound else 0.0
-    return [min(1.0, most / norm) if math.isfinite(norm) and norm > 0 else 1.0 for norm in found]
+def clipping(norms: Tensor) -> Tensor:
+    """f_r = min(1, median / norm_r), float32 [P], of float32 norms as bytes [P, 4]; 1 where a norm cannot be."""
+    norm = norms.contiguous().view(torch.float32)[:, 0].double()
+    sound = norm.isfinite() & (norm >= 0)
+    ascending, count = norm.masked_fill(~sound, math.inf).sort().values, sound.sum()
+    median = ascending[torch.stack([(count - 1).clamp(min=0) // 2, count // 2])].mean()
+    return torch.where(sound & (norm > 0), (median / norm).clamp(max=1.0), 1.0).float()

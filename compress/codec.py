@@ -6,7 +6,7 @@ state: what it remembers between calls lies in a `Workspace`, and error feedback
 What every codec promises, and the contract tests hold it to:
 
 - **Size.** `wire_bytes(numel)` depends on `numel` alone. The wire is a sequence of equal records, one for each `block`
-  elements (`compress.wire`), so a slice of the gradient that starts at a block is a slice of the wire, and wires laid
+  elements (`formats.wire`), so a slice of the gradient that starts at a block is a slice of the wire, and wires laid
   end to end decode as one. The wire of a sparse codec cannot be sliced, nor that of one around another (`Outliers`).
   Parts are exchanged one by one; indices and values are parts, and exchanges that know entries take those one by one
   too (`SparseCodec`).

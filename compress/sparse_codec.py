@@ -20,7 +20,7 @@ class SparseCodec(Codec, renamed={**OLD_NAMES, "plain": "raw_entries"}):
     """A codec that sends some of the elements, as *entries*: an index and a value each.
 
     A subclass says how many there can be (`k`) and which they are: by `select`, in torch, or by kernels that backends
-    have under its `name`. Packing and adding up entries is there for all (`compress.entries`, `backends.sparse`). Where
+    have under its `name`. Packing and adding up entries is there for all (`formats.entries`, `backends.sparse`). Where
     the wire has something else in the place of indices, or values that are not the elements', override `parts` and
     `kernels` too.
 

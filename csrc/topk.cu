@@ -7,8 +7,7 @@
 //   write     indices and values in order; what is sent leaves the residual; predicts the next threshold.
 //
 // Where the prediction failed, because fewer than k were found or more than fit, the last two look at every element
-// instead of the candidates: same code, another source. A key is a magnitude as an integer. Without `not_finite`, where
-// a call notes what of a is not finite, the residual is only read.
+// instead of the candidates: same code, another source. A key is a magnitude as an integer.
 //
 // `collect` moves 12 bytes an element; the rest is about the candidates, 1.3 k of them: 12 bytes to read their values
 // for the digits, 8 for what `write` counts and places, 8 to write.
@@ -89,7 +88,7 @@ __device__ void collect(const T* x, float* residual, i64 numel, State* state, u3
                 ++slot;
             }
         }
-        if (residual != nullptr && not_finite != nullptr) {
+        if (residual != nullptr) {
             // Where a is not finite the residual stays, and which those are is kept: x + residual is a there alone.
             if (any_wild) not_finite[tile * THREADS + threadIdx.x] = (u8)wild;
 #pragma unroll
@@ -119,7 +118,6 @@ struct Source {
 
     __device__ float element(i64 i) const {
         if (residual == nullptr) return canonical(to_float(x[i]));
-        if (not_finite == nullptr) return canonical(to_float(x[i]) + residual[i]);
         const bool wild = tiles[i / TILE].y >> 31 && not_finite[i / SLOTS] >> i % SLOTS & 1;
         return wild ? canonical(to_float(x[i]) + residual[i]) : residual[i];
     }
@@ -321,7 +319,6 @@ __device__ void write(const Source<T>& source, float* residual, State* state, in
     const Kth kth(state);
     const u32 selected = kth.left == 0 ? kth.all : (u32)k;
     const u32 shares = (u32)((source.numel + (i64)each * TILE - 1) / ((i64)each * TILE));
-    if (source.not_finite == nullptr) residual = nullptr;
     for (u32 share = take(&state->turns[1]); share < shares; share = take(&state->turns[1])) {
         const Listed<T> listed(source, (i64)share * each, each, warps);
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, part = (listed.items + 7) / (THREADS / WARP);

@@ -28,6 +28,7 @@ __all__ = [
     "MomentumInput",
     "MomentumKernels",
     "ScratchPool",
+    "SparseKernels",
     "TrackingKernels",
     "VectorKernels",
     "Workspace",
@@ -50,7 +51,7 @@ class Backend:
     Attributes:
         kernels: of each codec, by its name. One that is not there has to bring kernels of its own.
         entries: what packs and merges the entries of sparse gradients.
-        tracking, momentum: the passes of `compress.tracking` and `compress.momentum`.
+        tracking, momentum: the passes of `compress.feedback.tracking` and `compress.feedback.momentum`.
         low_precision: those of `backends.low_precision`.
         vectors: those that periodic updates make, and the search for what is not finite.
     """

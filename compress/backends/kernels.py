@@ -6,13 +6,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .low_precision import LowPrecisionVector
 from .places import add_at
+
+
+class CodecLike(Protocol):
+    """What kernels ask of any codec: see `compress.codec`, which a backend does not import."""
+
+    @property
+    def stochastic(self) -> bool: ...
+
+    def wire_bytes(self, numel: int) -> int: ...
+
+    def part_bytes(self, numel: int) -> tuple[int, ...]: ...
+
+
+class BlockLike(CodecLike, Protocol):
+    """What they ask of a codec of one record a block."""
+
+    @property
+    def block_size(self) -> int: ...
+
+
+#: The codec that a class of kernels serves.
+C = TypeVar("C", bound=CodecLike)
+B = TypeVar("B", bound=BlockLike)
 
 
 @dataclass
@@ -57,17 +80,17 @@ class MomentumInput:
         return self.elements
 
 
-class Kernels(ABC):
+class Kernels(ABC, Generic[C]):
     """The operations of one codec on one backend, on arguments that the codec has already checked.
 
     `encode` and `decode_add` say what the codec means. The two fused forms are composed from them here, and what a
     backend overrides must equal this composition bit for bit.
     """
 
-    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+    def workspace(self, codec: C, numel: int, device: torch.device) -> Workspace:
         return Workspace.on(device)
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, codec: C, dtype: torch.dtype, device: torch.device) -> None:
         """Compile what `codec` needs for gradients of `dtype` on `device`, so that no later call has to: by default it
         is run once, on few elements."""
         numel = self.prepare_numel(codec)
@@ -81,18 +104,18 @@ class Kernels(ABC):
         self.decode_add(codec, wire, residual, 1.0, workspace)
         self.decode_mean(codec, [part[None] for part in wire.split(codec.part_bytes(numel))], x, workspace)
 
-    def prepare_numel(self, codec: Any) -> int:
+    def prepare_numel(self, codec: C) -> int:
         """Of how many elements a gradient runs everything."""
         return 1
 
     @abstractmethod
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None: ...
+    def encode(self, codec: C, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None: ...
 
     @abstractmethod
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None: ...
+    def decode_add(self, codec: C, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None: ...
 
     def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, codec: C, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         total = grad.float() + residual
         self.encode(codec, total, wire, draw, workspace)
@@ -104,7 +127,7 @@ class Kernels(ABC):
 
     def encode_low_precision(
         self,
-        codec: Any,
+        codec: C,
         grad: Tensor,
         residual: LowPrecisionVector,
         wire: Tensor,
@@ -117,7 +140,7 @@ class Kernels(ABC):
 
     def encode_momentum(
         self,
-        codec: Any,
+        codec: C,
         x: MomentumInput,
         residual: Tensor,
         wire: Tensor,
@@ -131,7 +154,7 @@ class Kernels(ABC):
         x.into(out)
         self.encode_feedback(codec, out, residual, wire, draw, workspace)
 
-    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+    def entries_of(self, codec: C, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         """The entries on a sound wire of a sparse codec that this rank has encoded, without a pass over all elements
         where the wire has their indices: int32 indices [k], float32 values [k], and how many are used, int32 [1].
 
@@ -142,7 +165,7 @@ class Kernels(ABC):
         indices = decoded.nonzero().view(-1)
         return indices.int(), decoded[indices], torch.full((1,), len(indices), dtype=torch.int32, device=wire.device)
 
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+    def decode_mean(self, codec: C, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         for rank in range(wires[0].shape[0]):
             wire = wires[0][rank] if len(wires) == 1 else torch.cat([part[rank] for part in wires])
@@ -150,7 +173,7 @@ class Kernels(ABC):
         divide(total, wires[0].shape[0], out)
 
 
-def parts_of(codec: Any, wire: Tensor, numel: int) -> list[Tensor]:
+def parts_of(codec: CodecLike, wire: Tensor, numel: int) -> list[Tensor]:
     """The parts of one rank's wire, as those of all ranks come: [1, bytes] each."""
     return [part[None] for part in wire.split(codec.part_bytes(numel))]
 
@@ -199,7 +222,7 @@ class VectorKernels:
 
 
 class TrackingKernels:
-    """The passes of `compress.tracking` over flat tensors, in torch, for devices without anything better."""
+    """The passes of `compress.feedback.tracking` over flat tensors, in torch, for devices without anything better."""
 
     def change(self, grad: Tensor, momentum: Tensor, share: float, out: Tensor) -> None:
         """Let a gradient of any dtype enter the momentum, float32: `out`, float32, = its change by share · (grad -
@@ -232,7 +255,7 @@ class TrackingKernels:
 
 
 class MomentumKernels:
-    """The passes of `compress.momentum` over flat tensors, in torch, for devices without anything better."""
+    """The passes of `compress.feedback.momentum` over flat tensors, in torch, for devices without anything better."""
 
     def enter(self, grad: Tensor, momentum: Tensor, beta: float, nesterov: bool, out: Tensor) -> None:
         """Let a gradient g of any dtype enter the momentum u, float32: u = βu + g, and `out`, float32, = u; with

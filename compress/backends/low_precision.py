@@ -137,7 +137,7 @@ class LowPrecisionVector:
         return self.parts[0].any()
 
     def read(self, out: Tensor | None = None) -> Tensor:
-        """As float32, in memory of the caller's or, without, in new memory."""
+        """out[i] = x_i, as float32 [n]; in new memory without `out`."""
         if out is None:
             out = torch.empty(self.numel(), dtype=torch.float32, device=self.device)
         if self.dtype == torch.int8:
@@ -147,7 +147,7 @@ class LowPrecisionVector:
         return out
 
     def write(self, x: Tensor) -> None:
-        """Let it be these numbers, float32, as nearly as it can."""
+        """Replace the vector by x, float32 [n], rounded as the module says."""
         if self.dtype == torch.int8:
             self.kernels.to_int8(x, self.parts[0], self.parts[1])
         else:
@@ -155,7 +155,8 @@ class LowPrecisionVector:
 
     @contextmanager
     def open(self) -> Iterator[Tensor]:
-        """Float32 while it is worked on; what that has become is kept afterwards, unless an exception ended it."""
+        """The vector as float32 [n], to be changed in place: rounded and kept at the end of the block, unless an
+        exception ended it."""
         wide = self.scratch.take(self.numel(), self.device)
         try:
             yield self.read(wide)

@@ -33,3 +33,12 @@ def write_at(out: Tensor, places: Tensor, values: Tensor, used: Tensor) -> Tenso
     the others are not finite, int64 []."""
     out.index_add_(0, places, torch.where(used, values, 0.0).to(out.dtype))
     return (used & ~values.isfinite()).sum()
+
+
+def sound_places(places: Tensor, used: Tensor, start: int, stop: int) -> Tensor:
+    """Which entries of lists count, bool: those used, int64 [..., k], that lie from `start` to `stop` and above every
+    other of their list that does so before."""
+    inside = used & (places >= start) & (places < stop)
+    highest = torch.where(inside, places, start - 1).cummax(-1).values
+    before = torch.cat([torch.full_like(highest[..., :1], start - 1), highest[..., :-1]], -1)
+    return inside & (places > before)

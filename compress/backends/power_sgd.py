@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .kernels import Kernels, Workspace, divide
-from .random_k import philox, words_of
+from .philox import philox, words_of
 
 #: Elements that travel as they are, of which a kernel takes so many at a time; and columns.
 RUN = 256

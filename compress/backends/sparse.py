@@ -1,8 +1,8 @@
 """What sparse codecs need of a backend, whichever it is: entries are packed, unpacked and merged (`EntryKernels`), and
 selected and summed as they are (`SparseKernels`).
 
-*Entries* are int32 indices (their bits: unsigned, ascending) and float32 values of the same length. `compress.entries`
-says how they are packed.
+*Entries* are int32 indices (their bits: unsigned, ascending) and float32 values of the same length.
+`compress.formats.entries` says how they are packed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..formats.entries import index_bytes, value_bytes
-from .kernels import Kernels, Workspace, divide, parts_of
+from .kernels import CodecLike, Kernels, Workspace, divide, parts_of
 from .partition import Dealer, Partition
-from .places import add_at, used_places, write_at
+from .places import add_at, sound_places, used_places
 from .union import Union
 
 
@@ -78,10 +78,6 @@ class EntryKernels(ABC):
         stays = ~values.isfinite() if used is None else ~(values.isfinite() & used)
         # Added, so that what is not used changes nothing, wherever it points: not even the sign of a zero.
         self.add(residual, at, (-rest).masked_fill_(stays, -0.0))
-
-    def write(self, out: Tensor, places: Tensor, values: Tensor, used: Tensor) -> Tensor:
-        """`write_at`, of int32 places, none of them twice where used."""
-        return write_at(out, places.masked_fill(~used, 0).long(), values, used)
 
     @abstractmethod
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
@@ -199,11 +195,9 @@ class EntryKernels(ABC):
         for first, last in pairwise(offsets):
             if first == last:
                 continue
-            at = (indices[first:last].long() & 0xFFFFFFFF) - start
-            inside = (at >= 0) & (at < stop - start)
-            highest = torch.where(inside, at, -1).cummax(0).values
-            sound = inside & (at > torch.cat([highest.new_full((1,), -1), highest[:-1]]))
-            place = at[sound]
+            at = indices[first:last].long() & 0xFFFFFFFF
+            sound = sound_places(at, at >= 0, start, stop)
+            place = at[sound] - start
             total[place] += values[first:last][sound]
             present[place] = True
             skipped += (~sound).sum()
@@ -213,7 +207,24 @@ class EntryKernels(ABC):
         return len(found), int(skipped)
 
 
-class SparseKernels(Kernels):
+class SparseLike(CodecLike, Protocol):
+    """What they ask of a sparse codec: see `compress.sparse_codec`."""
+
+    @property
+    def packs_indices(self) -> bool: ...
+
+    @property
+    def value_dtype(self) -> torch.dtype: ...
+
+    def k(self, numel: int) -> int: ...
+
+    def select(self, x: Tensor, draw: Tensor | None) -> Tensor: ...
+
+
+S = TypeVar("S", bound=SparseLike)
+
+
+class SparseKernels(Kernels[S]):
     """A sparse codec: a backend selects and sums plain entries (`encode_raw`, …); packing them is done here.
 
     A row of plain entries is int32 [1 + k]: how many are used, then their indices.
@@ -224,7 +235,7 @@ class SparseKernels(Kernels):
     @abstractmethod
     def encode_raw(
         self,
-        codec: Any,
+        codec: S,
         x: Tensor,
         residual: Tensor | None,
         row: Tensor,
@@ -237,27 +248,27 @@ class SparseKernels(Kernels):
 
     @abstractmethod
     def add_raw(
-        self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+        self, codec: S, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
     ) -> None: ...
 
-    def mean_raw(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+    def mean_raw(self, codec: S, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         """`rows` int32 [P, 1 + k], `values` float32 [P, k]."""
         total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
         for row, numbers in zip(rows, values, strict=True):
             self.add_raw(codec, row, numbers, total, 1.0, workspace)
         divide(total, len(rows), out)
 
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: S, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self.encode_from(codec, x, None, wire, draw, workspace)
 
     def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, codec: S, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         self.encode_from(codec, grad, residual, wire, draw, workspace)
 
     def encode_from(
         self,
-        codec: Any,
+        codec: S,
         x: Any,
         residual: Tensor | None,
         wire: Tensor,
@@ -277,19 +288,19 @@ class SparseKernels(Kernels):
         if packed_values:
             self.entries.pack_values(plain, codec.value_dtype, values, row[1:], row[:1], residual)
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: S, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         rows, values = self._plain(codec, parts_of(codec, wire, out.numel()), out.numel(), workspace)
         self.add_raw(codec, rows[0], values[0], out, alpha, workspace)
 
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+    def decode_mean(self, codec: S, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         rows, values = self._plain(codec, wires, out.numel(), workspace)
         self.mean_raw(codec, rows, values, out, workspace)
 
-    def entries_of(self, codec: Any, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+    def entries_of(self, codec: S, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         rows, values = self._plain(codec, parts_of(codec, wire, numel), numel, workspace)
         return rows[0, 1:], values[0], rows[0, :1]
 
-    def _plain(self, codec: Any, wires: Sequence[Tensor], numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    def _plain(self, codec: S, wires: Sequence[Tensor], numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
         """The ranks' entries as they are, unpacked into the workspace where they are packed."""
         (indices, values), ranks = wires, wires[0].shape[0]
         rows, plain = self._room(codec, ranks, numel, indices.device, workspace)
@@ -304,7 +315,7 @@ class SparseKernels(Kernels):
         return rows, plain
 
     @staticmethod
-    def _room(codec: Any, ranks: int, numel: int, device: torch.device, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    def _room(codec: S, ranks: int, numel: int, device: torch.device, workspace: Workspace) -> tuple[Tensor, Tensor]:
         """Room for plain entries, int32 [ranks, 1 + k] and float32 [ranks, k]; [ranks, 0] for what is not packed."""
         room: tuple[Tensor, Tensor] | None = workspace.buffers.get("plain")
         if room is None or len(room[0]) < ranks:
@@ -317,19 +328,19 @@ class SparseKernels(Kernels):
         return room[0][:ranks], room[1][:ranks]
 
 
-class GenericSparseKernels(SparseKernels):
+class GenericSparseKernels(SparseKernels[SparseLike]):
     """A sparse codec that has no kernels but its `select`, in torch: the backend packs and adds up what that finds."""
 
     def __init__(self, entries: EntryKernels, sums: SparseKernels) -> None:
         self.entries, self._sums = entries, sums
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, codec: SparseLike, dtype: torch.dtype, device: torch.device) -> None:
         self.entries.prepare(device)  # exchanges pack entries even where the codec does not
         super().prepare(codec, dtype, device)
 
     def encode_raw(
         self,
-        codec: Any,
+        codec: SparseLike,
         x: Tensor,
         residual: Tensor | None,
         row: Tensor,
@@ -349,18 +360,20 @@ class GenericSparseKernels(SparseKernels):
         values[:count] = found.masked_fill_(found.isnan(), torch.nan)  # one NaN for all
 
     def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, codec: SparseLike, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         Kernels.encode_feedback(self, codec, grad, residual, wire, draw, workspace)
 
-    def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def add_raw(
+        self, codec: SparseLike, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+    ) -> None:
         self._sums.add_raw(codec, row, values, out, alpha, workspace)
 
-    def mean_raw(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+    def mean_raw(self, codec: SparseLike, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         self._sums.mean_raw(codec, rows, values, out, workspace)
 
 
-def _check_selected(codec: Any, chosen: Tensor, numel: int) -> None:
+def _check_selected(codec: SparseLike, chosen: Tensor, numel: int) -> None:
     """Raises ValueError where `select` breaks its contract: what it selects would be lost, or lie outside of `x`.
 
     On other devices than CPUs the order is taken for granted, as the host would have to wait for it.

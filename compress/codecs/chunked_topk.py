@@ -27,7 +27,7 @@ class ChunkedTopK(BlockCodec):
 
     Within a chunk the rules are `TopK`'s: ties go to the lower index, indices ascend, a zero is never selected, and
     what is not sent stays in the residual, the rounding of values included. A chunk that is not finite decodes to NaN,
-    as a whole. Indices are Elias–Fano (`compress.entries`): 8 bits each for 64 of 4096, where a plain one takes 12. A
+    as a whole. Indices are Elias–Fano (`formats.entries`): 8 bits each for 64 of 4096, where a plain one takes 12. A
     tail sends up to k elements too.
 
     Values of 2 and 4 bits and torch.int8 are a sign and one of 2, 8 or 128 levels at equal distances, from `smallest`

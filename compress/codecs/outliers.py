@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from ..backends import Backend, Kernels, SparseKernels, Workspace, backend_for
+from ..backends.kernels import divide, parts_of
+from ..backends.places import sound_places
 from ..codec import BlockCodec, Codec, check_number
 from ..formats.entries import VALUE_DTYPES, index_fields, value_fields
 from ..formats.wire import Part
@@ -86,3 +92,106 @@ class Outliers(Codec):
         k = self.k(numel)
         entries = Part("indices", index_fields(numel, k), 1), Part("values", value_fields(k, self.values), 1)
         return *entries, *self.inner.parts(numel)
+
+    def kernels(self, device: torch.device) -> Kernels:
+        return OutlierKernels.of(backend_for(device))
+
+
+class OutlierKernels(Kernels[Outliers]):
+    """In torch, around a backend's kernels of `TopK` and of the inner code. The host of a GPU does not wait.
+
+    Entries that are not used, or do not count, are put behind the last element, where nothing reads them.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        topk = backend.kernels["topk"]
+        assert isinstance(topk, SparseKernels)
+        self.codecs, self.topk, self.entries = backend.kernels, topk, backend.entries
+
+    @staticmethod
+    @cache
+    def of(backend: Backend) -> OutlierKernels:
+        return OutlierKernels(backend)
+
+    def workspace(self, codec: Outliers, numel: int, device: torch.device) -> Workspace:
+        workspace = Workspace.on(device)
+        for part in (codec.selection, codec.inner):
+            self._part(part, numel, workspace)
+        return workspace
+
+    def _part(self, codec: Codec, numel: int, workspace: Workspace) -> tuple[Kernels, Workspace]:
+        """The kernels of the selection or of the inner code, and their memory, made when it is first asked for."""
+        part: tuple[Kernels, Workspace] | None = workspace.buffers.get((codec, numel))
+        if part is None:
+            device = workspace.status.device
+            kernels = self.codecs.get(codec.name) or codec.kernels(device)
+            part = workspace.buffers[codec, numel] = kernels, kernels.workspace(codec, numel, device)
+            part[1].status = workspace.status
+        return part
+
+    def prepare(self, codec: Outliers, dtype: torch.dtype, device: torch.device) -> None:
+        self.topk.prepare(codec.selection, torch.float32, device)
+        inner = self.codecs.get(codec.inner.name) or codec.inner.kernels(device)
+        for kind in {dtype, torch.float32}:  # without feedback it is given what is left, as float32
+            inner.prepare(codec.inner, kind, device)
+
+    def encode(self, codec: Outliers, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        indices, values, blocks = wire.split(codec.part_bytes(len(x)))
+        x = x.float()
+        row, found, chosen = self._select(codec, x, workspace)
+        inner, room = self._part(codec.inner, len(x), workspace)
+        inner.encode(codec.inner, x.masked_fill(chosen, 0.0), blocks, draw, room)
+        self.entries.pack_indices(row[1:], row[:1], 0, len(x), indices)
+        self.entries.pack_values(found, codec.values, values)
+
+    def encode_feedback(
+        self, codec: Outliers, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        indices, values, blocks = wire.split(codec.part_bytes(len(grad)))
+        row, found, chosen = self._select(codec, grad.float() + residual, workspace)
+        inner, room = self._part(codec.inner, len(grad), workspace)
+        rest, kept = grad.masked_fill(chosen, 0.0), residual.masked_fill_(chosen, 0.0)
+        inner.encode_feedback(codec.inner, rest, kept, blocks, draw, room)
+        self.entries.pack_indices(row[1:], row[:1], 0, len(grad), indices)
+        # What the values' rounding leaves goes over what the inner code has left there.
+        self.entries.pack_values(found, codec.values, values, row[1:], row[:1], residual)
+
+    def _select(self, codec: Outliers, x: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        """The largest of x, float32 [n]: a row of plain entries, int32 [1 + k], their values, float32 [k], and which
+        elements are among them and finite, bool [n]: others stay, so that their blocks show that they are not."""
+        numel, k, device = len(x), codec.k(len(x)), x.device
+        row = torch.zeros(1 + k, dtype=torch.int32, device=device)
+        values = torch.zeros(k, dtype=torch.float32, device=device)
+        _, room = self._part(codec.selection, numel, workspace)
+        self.topk.encode_raw(codec.selection, x, None, row, values, None, room)
+        taken = (torch.arange(k, device=device) < row[:1]) & values.isfinite()
+        chosen = torch.zeros(numel + 1, dtype=torch.bool, device=device)
+        return row, values, chosen.index_fill_(0, torch.where(taken, row[1:], numel).long(), True)[:numel]
+
+    def decode_add(self, codec: Outliers, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        total = torch.cat([out, out.new_zeros(1)])
+        self._add(codec, parts_of(codec, wire, len(out)), total, alpha, workspace)
+        out.copy_(total[:-1])
+
+    def decode_mean(self, codec: Outliers, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        total = torch.zeros(len(out) + 1, dtype=torch.float32, device=out.device)
+        self._add(codec, wires, total, 1.0, workspace)
+        divide(total[:-1], len(wires[0]), out)
+
+    def _add(self, codec: Outliers, wires: Sequence[Tensor], total: Tensor, alpha: float, workspace: Workspace) -> None:
+        """total += alpha · decoded, rank after rank; float32 [n + 1]."""
+        indices, values, blocks = wires
+        numel, ranks, device = len(total) - 1, len(blocks), total.device
+        k = codec.k(numel)
+        row = torch.zeros(ranks, 1 + k, dtype=torch.int32, device=device)
+        found = torch.zeros(ranks, k, dtype=torch.float32, device=device)
+        self.entries.unpack_indices(indices, 0, numel, row[:, 0], row[:, 1:])
+        self.entries.unpack_values(values, codec.values, found)
+        claimed, places = row[:, :1], row[:, 1:].long()
+        sound = sound_places(places, torch.arange(k, device=device) < claimed, 0, numel)
+        workspace.status += torch.stack([claimed.sum() - sound.sum(), (sound & ~found.isfinite()).sum()])
+        inner, room = self._part(codec.inner, numel, workspace)
+        for at, value, block in zip(places.masked_fill(~sound, numel), found, blocks, strict=True):
+            instead = total[at] + alpha * value
+            inner.decode_add(codec.inner, block, total[:-1], alpha, room)
+            total.index_copy_(0, at, instead)

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..backends import Kernels, backend_for
-from ..backends.random_k import RANDOM_K, pick, words_of
+from ..backends import Kernels, Workspace
+from ..backends.philox import philox, words_of
 from ..codec import check_number
 from ..formats.entries import value_fields
 from ..formats.wire import Field, Part
@@ -64,11 +64,67 @@ class RandomK(SparseCodec):
     def select(self, x: Tensor, draw: Tensor | None) -> Tensor:
         """As entries, for "union" and "split": what is not finite first, then what is drawn."""
         assert draw is not None
-        chosen = pick(words_of(draw), len(x), self.k(len(x)))
-        odd = (~x.isfinite()).nonzero().view(-1)[: len(chosen)]
-        if len(odd):
-            chosen = torch.cat([odd, chosen[~torch.isin(chosen, odd)]])[: len(chosen)].sort().values
-        return chosen
+        numel, k = len(x), self.k(len(x))
+        drawn = torch.zeros(numel, dtype=torch.int64, device=x.device).index_fill_(0, pick(words_of(draw), numel, k), 1)
+        first = drawn.masked_fill_(~x.isfinite(), 2)
+        # All distinct, so that there is one answer, and the host need not ask whether anything is not finite.
+        order = first * numel + torch.arange(numel - 1, -1, -1, device=x.device)
+        return order.topk(k).indices.sort().values
 
     def kernels(self, device: torch.device) -> Kernels:
-        return backend_for(device).kernels.get(self.name, RANDOM_K)
+        return KERNELS
+
+
+class RandomKKernels(Kernels[RandomK]):
+    """In torch, on any device. The host of a GPU does not wait."""
+
+    def encode(self, codec: RandomK, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        chosen = self._begin(codec, len(x), wire, draw)
+        least, largest = torch.aminmax(x)
+        self._finish(wire, x[chosen], least.isfinite() & largest.isfinite())
+
+    def encode_feedback(
+        self, codec: RandomK, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
+        chosen, total = self._begin(codec, len(grad), wire, draw), grad.float() + residual
+        sound, sent = total.isfinite().all(), total[chosen]
+        self._finish(wire, sent, sound)
+        total[chosen] = sent - (sent + 0.0)  # zero, and of -0 the sign, as in the composition
+        residual.copy_(torch.where(sound, total, residual))
+
+    @staticmethod
+    def _begin(codec: RandomK, numel: int, wire: Tensor, draw: Tensor | None) -> Tensor:
+        assert draw is not None
+        words = words_of(draw)
+        wire[:16].view(torch.int32).copy_(words)
+        return pick(words, numel, codec.k(numel))
+
+    @staticmethod
+    def _finish(wire: Tensor, values: Tensor, sound: Tensor) -> None:
+        wire[16:].view(torch.float32).copy_(torch.where(sound, values.float(), torch.nan))
+
+    def decode_add(self, codec: RandomK, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        words, values = wire[:16].view(torch.int32), wire[16:].view(torch.float32)
+        bad = ~values.isfinite().all()
+        workspace.status[1] += bad
+        out[pick(words, len(out), len(values))] += alpha * values
+        if out.is_cuda:  # the host does not wait to know
+            out += torch.where(bad, torch.nan, -0.0)
+        elif bad:
+            out.fill_(torch.nan)
+
+    def entries_of(
+        self, codec: RandomK, wire: Tensor, numel: int, workspace: Workspace
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        words, values = wire[:16].view(torch.int32), wire[16:].view(torch.float32)
+        return pick(words, numel, len(values)).int(), values, torch.full((1,), len(values), device=wire.device).int()
+
+
+def pick(words: Tensor, numel: int, k: int) -> Tensor:
+    """The elements that `words_of` stands for: int64 [k], ascending. The host does not wait."""
+    place = torch.arange(k + 1, device=words.device) * numel // k
+    start, length = place[:-1], place.diff()
+    return start + (philox(words, -(-k // 4)).view(-1)[:k] * length >> 32)
+
+
+KERNELS = RandomKKernels()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,18 +60,18 @@ class Majority(Kernels):
     def __init__(self, inner: Kernels) -> None:
         self.inner = inner
 
-    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+    def workspace(self, codec: Codec, numel: int, device: torch.device) -> Workspace:
         return self.inner.workspace(codec, numel, device)
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
         self.inner.prepare(codec, dtype, device)
 
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: Codec, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self.inner.encode(codec, x, wire, draw, workspace)
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: Codec, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         self.inner.decode_add(codec, wire, out, alpha, workspace)
 
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+    def decode_mean(self, codec: Codec, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         self.inner.decode_mean(codec, wires, out, workspace)
         vote(out)

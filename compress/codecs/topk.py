@@ -26,7 +26,7 @@ class TopK(SparseCodec):
     Args:
         density: share of the elements to send, in (0, 1]. 0.01 costs 0.41 bits an element.
         indices: "packed" (Elias–Fano: 8.6 bits each at 1 %) or "plain", 32 bits each.
-        values: torch.float32, torch.bfloat16 or torch.int8 (a unit for each 256 values): `compress.entries`.
+        values: torch.float32, torch.bfloat16 or torch.int8 (a unit for each 256 values): `compress.formats.entries`.
     """
 
     name: ClassVar[str] = "topk"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...compress.backends import Kernels, Workspace, backend_for, entries_for
 from ...compress.backends.kernels import divide
+from ...compress.backends.places import sound_places, write_at
 from ...compress.codec import Codec
 from ...compress.codecs.topk import TopK
 from ...compress.feedback.base import FeedbackState
@@ -22,18 +23,18 @@ from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 from .reduce_scatter import ReduceScatter
 
 
-class _KeepAllKernels(Kernels):
+class _KeepAllKernels(Kernels[Codec]):
     """In torch, and by the passes of `backend.vectors`."""
 
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: Codec, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         wire.view(torch.int32).copy_(all_finite(x))
 
     def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, codec: Codec, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         wire.view(torch.int32).copy_(backend_for(grad.device).vectors.accumulate(grad, residual))
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: Codec, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         """It is nothing."""
 
 
@@ -119,8 +120,8 @@ class SharedMask:
         """Read all ranks' choices from `rows`."""
         self.kernels.unpack_indices(self.rows.roll(step, 0), 0, self.span, self.counts, self.indices)
         indices = self.indices
-        self.used = (indices >= 0) & (indices < self.lengths)
-        self.used[:, 1:] &= indices[:, 1:] > indices[:, :-1].cummax(1).values
+        inside = (indices >= 0) & (indices < self.lengths)
+        self.used = sound_places(indices, inside, 0, self.span)
         self.places = torch.where(self.used, indices + self.starts, self.spare)
         self.status[0] += self.counts.clamp(max=self.k).sum() - self.used.sum()
 
@@ -156,13 +157,13 @@ class SharedMask:
         """Write the means of all slices from their owners' rows, and zero elsewhere."""
         self.kernels.unpack_values(means, self.dtype, self.numbers)
         out.zero_()
-        self.status[1] += self.kernels.write(out, self.places.view(-1), self.numbers.view(-1), self.used.view(-1))
+        self.status[1] += write_at(out, self.places.view(-1), self.numbers.view(-1), self.used.view(-1))
 
     def write_own(self, out: Tensor, arrived: Tensor) -> None:
         """Write the mean of this rank's slice from all ranks' rows, and zero elsewhere."""
         out.zero_()
-        places, used = self.places[self.rank] - self.rank * self.span, self.used[self.rank]
-        self.status[1] += self.kernels.write(out, places, self.mean(arrived), used)
+        places, used = (self.places[self.rank] - self.rank * self.span).clamp_(0, len(out) - 1), self.used[self.rank]
+        self.status[1] += write_at(out, places, self.mean(arrived), used)
 
 
 class MaskedMean(Exchange):
@@ -174,7 +175,7 @@ class MaskedMean(Exchange):
     Each rank selects among n/P elements alone. What rounding takes from a mean returns to the residual of its owner.
     """
 
-    name = "mask"
+    name, needs, least_ranks = "mask", "TopK", 3
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
@@ -264,7 +265,7 @@ class MaskedReduceScatter(ReduceScatter):
     """`MaskedMean` for sharded training: slices are rows, and means stay with their owners.
     (P-1)·k·(i+v) bytes received, of k entries in a row."""
 
-    name = "masked reduce_scatter"
+    name, half_of = "masked reduce_scatter", MaskedMean.name
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import QSGD, Aggregate, ChunkedTopK, Codec, Identity, LocalUpdates, OneBit, Residual, TopK, Tracking
-from gradwire.compress import aggregation
 from gradwire.compress.aggregation import Aggregation
 from gradwire.hooks.exchanges import possible
 from ranks import Pool, on_ranks
@@ -122,27 +121,6 @@ def test_it_is_what_float64_makes_of_it(
         usual = torch.empty(numel, dtype=dtype)
         codec.decode_mean(parts_of(codec, wires, numel), usual, codec.workspace(numel))
         assert same(out, usual)
-
-
-@every_way
-@pytest.mark.parametrize("codec", [OneBit(block=256), ChunkedTopK(k=9, chunk=512)], ids=str)
-def test_so_many_blocks_at_a_time_make_no_difference(
-    codec: Codec, mean: Any, clip: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numel, whole = 5003, Aggregation(codec, mean, clip)
-    wires = torch.stack([encode(whole, gradient("wide", numel, seed)) for seed in range(3)])
-    wires[1, :8] = 255  # not finite, in the first block alone
-    outs = []
-    for at_once in (1, 1024, 1 << 16):
-        monkeypatch.setattr(aggregation, "AT_ONCE", at_once)
-        out, workspace = torch.empty(numel), whole.workspace(numel)
-        for _ in range(2):
-            whole.decode_mean(parts_of(whole, wires, numel), out, workspace)
-        outs.append(out)
-        assert workspace.status.tolist() == [0, 2]
-    assert outs[0].isnan().any()
-    assert not outs[0][512:].isnan().any()
-    assert all(same(out, outs[0]) for out in outs)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

@@ -506,12 +506,6 @@ def test_the_tail_is_read_and_what_lies_behind_it_is_not(codec: Codec, numel: in
         assert float(decoded[-1]) != 0 or codec.name in ("terngrad", "random_k")
 
 
-def test_topk_drops_small_values_and_not_high_indices(device: torch.device) -> None:
-    x = torch.arange(1, 1001, device=device).float()
-    kept = decode(TopK(0.1), encode(TopK(0.1), x), 1000).nonzero()[:, 0].cpu()
-    assert kept.tolist() == list(range(900, 1000))
-
-
 def test_a_nan_does_not_stop_the_selection(device: torch.device) -> None:
     """A sampled threshold that is NaN compares false with everything, and nothing is sent any more."""
     codec = TopK(0.01, indices="plain")
@@ -536,12 +530,6 @@ def test_signs_are_not_inverted_bytes(device: torch.device) -> None:
         Ternary(),
     ):
         assert torch.allclose(decode(codec, encode(codec, x), 1024), x)
-
-
-@default_codecs
-def test_bfloat16_is_not_read_as_float16(codec: Codec, device: torch.device) -> None:
-    x = torch.full((1280,), 1.5, device=device).bfloat16()  # as float16 these bits are 1.9375
-    assert torch.allclose(decode(codec, encode(codec, x), 1280).unique()[-1].cpu(), torch.tensor(1.5))
 
 
 def test_a_hostile_count_or_index_is_skipped_and_counted(device: torch.device) -> None:
@@ -715,16 +703,10 @@ def test_identity_is_the_identity(numel: int, seed: int) -> None:
     assert same(decode(Identity(), encode(Identity(), x), numel), x + 0.0)
 
 
-def test_a_workspace_of_another_codec_does_no_harm() -> None:
-    x, other = torch.randn(100_000), Identity().workspace(100_000)
-    small, large = OneBit(block=256), OneBit(block=1 << 16)
-    guarded = torch.full((small.wire_bytes(len(x)) + 4096,), 7, dtype=torch.uint8)
-    wire, expected = guarded[:-4096], torch.zeros(small.wire_bytes(len(x)), dtype=torch.uint8)
-    small.encode(x, wire, None, other)
-    small.encode(x, expected, None, small.workspace(len(x)))
-    assert torch.equal(wire, expected)
-    assert bool((guarded[-4096:] == 7).all())
-    wires = [torch.zeros(large.wire_bytes(len(x)), dtype=torch.uint8) for _ in range(2)]
-    for into, workspace in zip(wires, (small.workspace(len(x)), large.workspace(len(x))), strict=True):
-        large.encode(x, into, None, workspace)
-    assert torch.equal(*wires)
+@every_codec
+def test_a_workspace_of_another_codec_or_length_does_no_harm(codec: Codec) -> None:
+    x, draw = gradient("normal", 70_000, 1), new_draw(0)
+    for other, numel in ((Identity(), 70_000), (OneBit(block=256), 300), (TopK(), 9), (Outliers(OneBit(), 0.3), 5000)):
+        wire = torch.zeros(codec.wire_bytes(70_000), dtype=torch.uint8)
+        codec.encode(x, wire, draw, other.workspace(numel))
+        assert same(wire, encode(codec, x, draw))

@@ -6,19 +6,25 @@ import copy
 import gc
 import itertools
 import pickle
+import re
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from gradwire.compress import QSGD, Codec, OneBit, TopK, new_draw
 from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
+from gradwire.compress.feedback.lead import Lead
+from gradwire.compress.feedback.momentum import Momentum
 from gradwire.compress.feedback.residual import NOTHING, NoFeedback, Residual
 from gradwire.compress.feedback.store import FeedbackStore
+from gradwire.compress.feedback.tracking import Tracking
 from gradwire.compress.formats.layout import Layout, OwnedSlice, Packing, Slot, end_to_end, layout_numel, runs_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import SimulatedRanks
 
+NAN = float("nan")
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 3, 2, 2), "d": (1,), "e": (4, 2)}
 
 
@@ -239,10 +245,27 @@ def hold(strategy: Feedback, codec: Codec, unapplied: bool = True, most: float =
         assert off < most, event
 
 
-@pytest.mark.parametrize("codec", [OneBit(), TopK(0.1), QSGD(rounding="nearest")], ids=str)
-@pytest.mark.parametrize("strategy", [Residual(), Residual(decay=0.9)], ids=str)
-def test_a_strategy_keeps_its_law_whatever_happens(strategy: Feedback, codec: Codec) -> None:
-    hold(strategy, codec)
+#: Of every kind, and how far the law may be off.
+STRATEGIES: list[tuple[Feedback, float]] = [
+    (Residual(), 1e-6),
+    (Residual(decay=0.9), 1e-6),
+    *((Residual(decay, torch.bfloat16), 4e-3) for decay in (1.0, 0.9)),
+    *((Residual(decay, torch.int8), 2e-2) for decay in (1.0, 0.9)),
+    (Tracking(), 1e-6),
+    (Tracking(beta=0.0), 1e-6),
+    (Lead(), 1e-5),
+    (Lead(momentum=0.5, acts_as=0.0), 1e-5),
+    (Momentum(0.0), 1e-6),
+    *((Momentum(0.8, nesterov, masking), 1e-6) for nesterov in (False, True) for masking in (False, True)),
+]
+
+
+@pytest.mark.parametrize(
+    "codec", [OneBit(), TopK(0.1), TopK(0.3, values=torch.int8), QSGD(rounding="nearest")], ids=str
+)
+@pytest.mark.parametrize(("strategy", "most"), STRATEGIES, ids=str)
+def test_a_strategy_keeps_its_law_whatever_happens(strategy: Feedback, most: float, codec: Codec) -> None:
+    hold(strategy, codec, most=most)
 
 
 class Forgetful(Residual):
@@ -290,10 +313,28 @@ def test_what_decays_is_counted() -> None:
     assert memory.dropped_l1 == 0.0, "what has been undone has lost nothing"
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.5, -1.0, float("nan"), True, "half"])
-def test_a_decay_that_cannot_be_is_refused(decay: object) -> None:
-    with pytest.raises(ValueError, match=r"decay=.*expected a number in \(0, 1\]"):
-        Residual(decay=decay)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("kind", "option", "values", "expected"),
+    [
+        (Residual, "decay", [0.0, 1.5, -1.0, NAN, True, "half"], r"expected a number in \(0, 1\]"),
+        (Tracking, "beta", [1.0, -0.1, NAN, True, "most"], r"expected a number in \[0, 1\)"),
+        (Tracking, "clip", [0.0, -1.0, NAN, float("inf"), True, "norm"], "expected a positive number"),
+        (Momentum, "beta", [1.0, -0.1, NAN, True, "most"], r"expected a number in \[0, 1\)"),
+        (Momentum, "clip", [0.0, -1.0, NAN, float("inf"), True, "norm"], "expected a positive number"),
+        (Momentum, "nesterov", [None, 1, "yes"], "expected True or False"),
+        (Momentum, "masking", [None, 0.5], "expected True or False"),
+        (Lead, "momentum", [1.0], r"expected a number in \[0, 1\)"),
+        (Lead, "acts_as", [True], "expected a number"),
+        (Lead, "acts_as", [0.9], r"expected less than .*momentum=0\.9"),
+        (Lead, "decay", [2.0], ""),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    kind: type[Feedback], option: str, values: list[Any], expected: str
+) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"{option}={re.escape(repr(value))}.*{expected}"):
+            kind(**{option: value})
 
 
 def test_without_feedback_nothing_is_kept() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from emulated import EmulatedDevice, emulated_gpu
-from gradwire.compress import CODECS, Codec, Outliers, PowerSGD, Threshold, TopK, new_draw
-from gradwire.compress.backends import Kernels, Workspace, backend_kernels, use_backend
+from gradwire.compress import CODECS, Codec, Outliers, PowerSGD, RandomK, Threshold, TopK, new_draw
+from gradwire.compress.backends import Kernels, Workspace, use_backend
 from gradwire.compress.backends.cuda.entries import Union
 from gradwire.compress.backends.cuda.runtime.device import (
     DEVICES,
@@ -25,7 +25,7 @@ from gradwire.compress.codec import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import equal, rows_of
-from strategies import KINDS, gradient, same
+from strategies import KINDS, gradient, kernels_of, same
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ SPARSE = TopK(indices="plain"), TopK(0.3, values=torch.int8), TopK(indices="plai
 DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "int8"}
 every_codec = pytest.mark.parametrize("codec", [*CODECS, *SPARSE], ids=str)
 #: Those whose kernels are all ours, and not torch's.
-OWN = [codec for codec in CODECS if not isinstance(codec, Threshold)]
+OWN = [codec for codec in CODECS if not isinstance(codec, Outliers | RandomK | Threshold)]
 every_own_codec = pytest.mark.parametrize("codec", [*OWN, *SPARSE], ids=str)
 
 
@@ -120,9 +120,7 @@ def test_a_call_is_a_fixed_number_of_launches_and_keeps_its_memory(codec: Codec)
             seen.append((len(device.launches) - before, memory))
     assert all(this == seen[0] for this in seen)
     packed = 2 * ((codec.indices == "packed") + (codec.values != torch.float32)) if isinstance(codec, TopK) else 0
-    # Outliers: a selection of 3, the inner code, 2 that pack and one that takes out; unpacking, 2 that check, the mean
-    # of the inner code, and that of all.
-    expected = 3 + 1 + 3 + 3 + 2 if isinstance(codec, Outliers) else 2 if codec.block_size else 6
+    expected = 2 if codec.block_size else 6
     if isinstance(codec, PowerSGD):  # eight passes, the draw among them, and 2 for each rank
         expected = 8 + 2 * 3
     assert seen[0][0] == expected + packed
@@ -176,7 +174,7 @@ def recorder() -> Iterator[Recorder]:
 
 @every_codec
 def test_prepare_compiles_every_file_that_is_run(recorder: Recorder, codec: Codec) -> None:
-    kernels, numel = backend_kernels("cuda")[codec.name], 100
+    kernels, numel = kernels_of("cuda", codec), 100
     kernels.prepare(codec, torch.float32, CPU)
     prepared = set(recorder.files)
     workspace, wire = kernels.workspace(codec, numel, CPU), torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
@@ -191,7 +189,7 @@ def test_launches_are_legal_above_31_bits(recorder: Recorder, numel: int) -> Non
     for codec in CODECS:
         if codec.block_size is None:
             continue
-        kernels: Kernels = backend_kernels("cuda")[codec.name]
+        kernels: Kernels = kernels_of("cuda", codec)
         x = torch.empty(1).expand(numel)  # as long as it says, in four bytes
         wire = torch.empty(1, dtype=torch.uint8).expand(codec.wire_bytes(numel))
         kernels.encode(codec, x, wire, new_draw(0), Workspace.on("cpu"))

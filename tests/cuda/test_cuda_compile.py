@@ -21,7 +21,7 @@ STREAMING = re.compile(
     r"|power_sgd_(add|leave)"
 )
 #: Files without such a kernel: what they work on is a hundredth of a gradient.
-SMALL_FILES = {"entries.cu", "outliers.cu"}
+SMALL_FILES = {"entries.cu"}
 
 #: Instructions of a kernel, at most: a tenth more than its longest build has today.
 BUDGETS = {

@@ -279,54 +279,60 @@ def complaint(expected: str) -> Any:
     return pytest.raises(RuntimeError, match=rf"\A[^\n]*{expected}[^\n]*\Z")
 
 
-def test_no_cupy(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "cupy")
-    with complaint(r"launched through CuPy: pip install 'gradwire\[cuda13\]'"):
-        device_for(GPU)
+def no_cupy(machine: FakeMachine, patch: pytest.MonkeyPatch) -> None:
+    without(patch, "cupy")
 
 
-def test_old_cupy(machine: FakeMachine) -> None:
+def old_cupy(machine: FakeMachine, patch: pytest.MonkeyPatch) -> None:
     cupy: Any = sys.modules["cupy"]
     cupy.__version__ = "12.0.0"
     del cupy.cuda.Stream.from_external
-    with complaint(r"CuPy 14 or newer, not 12.0.0"):
-        device_for(GPU)
 
 
-def test_no_bindings(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "cuda")
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    with complaint(r"compiled through cuda-bindings: pip install 'gradwire\[cuda12\]'"):
-        device_for(GPU)
+def no_bindings(machine: FakeMachine, patch: pytest.MonkeyPatch) -> None:
+    without(patch, "cuda")
+    patch.setattr(torch.version, "cuda", "12.8")
 
 
-def test_no_nvrtc(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_nvrtc(machine: FakeMachine, patch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import nvrtc
 
     def missing() -> Any:
         raise RuntimeError("Failure finding libnvrtc.so")
 
-    monkeypatch.setattr(nvrtc, "nvrtcVersion", missing)
+    patch.setattr(nvrtc, "nvrtcVersion", missing)
     compiler.nvrtc.cache_clear()
-    with complaint(r"compiled by NVRTC, which is missing: pip install 'gradwire\[cuda13\]'"):
+
+
+@pytest.mark.parametrize(
+    ("lacking", "expected"),
+    [
+        (no_cupy, r"launched through CuPy: pip install 'gradwire\[cuda13\]'"),
+        (old_cupy, r"CuPy 14 or newer, not 12.0.0"),
+        (no_bindings, r"compiled through cuda-bindings: pip install 'gradwire\[cuda12\]'"),
+        (no_nvrtc, r"compiled by NVRTC, which is missing: pip install 'gradwire\[cuda13\]'"),
+        (lambda machine, _: setattr(machine, "capability", (7, 0)), "capability 7.5 or more, and this one has 7.0"),
+        (lambda machine, _: setattr(machine, "capability", (99, 0)), "install a newer one"),
+        (lambda _, patch: patch.setattr(torch.version, "hip", "6.0"), "NVIDIA GPU, and this torch is built for ROCm"),
+        (lambda _, patch: patch.setattr(torch.version, "cuda", None), "is built without CUDA: install a build with it"),
+        (
+            lambda _, patch: patch.setattr(torch.cuda, "is_available", lambda: False),
+            "install NVIDIA's driver, .*this torch wants 13.0.*CUDA_VISIBLE_DEVICES",
+        ),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_what_a_machine_lacks(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch, lacking: Any, expected: str
+) -> None:
+    lacking(machine, monkeypatch)
+    with complaint(expected):
         device_for(GPU)
 
 
 def test_torch_without_cuda_names_both_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert compiler.extra() == "pip install 'gradwire[cuda12]' or pip install 'gradwire[cuda13]'"
-
-
-def test_gpu_too_old(machine: FakeMachine) -> None:
-    machine.capability = (7, 0)
-    with complaint("capability 7.5 or more, and this one has 7.0"):
-        device_for(GPU)
-
-
-def test_gpu_too_new(machine: FakeMachine) -> None:
-    machine.capability = (99, 0)
-    with complaint("install a newer one"):
-        device_for(GPU)
 
 
 @pytest.mark.parametrize("error", [FakeDriverError, FakeRuntimeError])
@@ -337,19 +343,6 @@ def test_driver_too_old(machine: FakeMachine, error: type[Exception]) -> None:
         "the driver cannot load onebit_encode_f32 of onebit.cu, .*NO_BINARY_FOR_GPU.*update NVIDIA's driver"
     ):
         device.function("onebit.cu", KERNEL)
-
-
-def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with complaint("install NVIDIA's driver, .*this torch wants 13.0.*CUDA_VISIBLE_DEVICES"):
-        device_for(GPU)
-
-
-def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with complaint("is built without CUDA: install a build with it"):
-        device_for(GPU)
 
 
 def test_cupy_that_does_not_fit(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -367,12 +360,6 @@ def test_nvrtc_without_its_builtins(machine: FakeMachine, monkeypatch: pytest.Mo
     monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", lambda *_: (failure,))
     with complaint(r"finds no libnvrtc-builtins .*install it again, with pip install 'gradwire\[cuda13\]'"):
         compiler.compile_file("onebit.cu", 90)
-
-
-def test_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    with complaint("NVIDIA GPU, and this torch is built for ROCm"):
-        device_for(GPU)
 
 
 def test_tensors_that_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire.compress import CODECS, QSGD, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
-from gradwire.compress.backends import backend_names
+from gradwire.compress.backends import Kernels, backend_names, use_backend
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.formats.entries import index_layout
 from hypothesis import strategies as st
@@ -56,6 +56,11 @@ OTHER_BACKENDS = [param for param in ALL_BACKENDS if param.values != ("reference
 
 def device_of(backend: str) -> torch.device:
     return torch.device("cuda" if backend == "cuda" and GPU else "cpu")
+
+
+def kernels_of(backend: str, codec: Codec) -> Kernels:
+    with use_backend(backend):
+        return codec.kernels(device_of(backend))
 
 
 def _scaled(factor: float) -> object:

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from emulated import emulated_gpu
 from gradwire.compress import Codec, new_draw
-from gradwire.compress.backends import Workspace, backend_kernels, entries_for, use_backend
+from gradwire.compress.backends import Workspace, entries_for, use_backend
 from gradwire.compress.backends.sparse import EntryKernels, Pieces
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.formats.entries import VALUE_DTYPES
 from guarded import Room
-from strategies import LENGTHS, VARIANTS, same
+from strategies import LENGTHS, VARIANTS, kernels_of, same
 from torch import Tensor
 
 #: One case in this many goes through the emulated GPU too, which is some hundred times slower.
@@ -152,7 +152,7 @@ class Fuzz:
         if key not in self.workspaces:
             if len(self.workspaces) > 2000:
                 self.workspaces.clear()
-            self.workspaces[key] = backend_kernels(backend)[codec.name].workspace(codec, numel, CPU)
+            self.workspaces[key] = kernels_of(backend, codec).workspace(codec, numel, CPU)
         workspace = self.workspaces[key]
         workspace.status.zero_()
         return workspace
@@ -161,7 +161,7 @@ class Fuzz:
         wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
         draw = new_draw(case.number, 0, 0)
         workspace = self._workspace("cpu", codec, numel)
-        backend_kernels("cpu")[codec.name].encode(codec, case.gradient(numel), wire, draw, workspace)
+        kernels_of("cpu", codec).encode(codec, case.gradient(numel), wire, draw, workspace)
         parts = wire.split(codec.part_bytes(numel))
         for part in parts if case.rng.integers(2) else [case.one_of(parts)]:
             self.counts[case.damage(part.numpy(), numel)] += 1
@@ -175,7 +175,7 @@ class Fuzz:
         def decode(backend: str) -> tuple[list[Tensor], list[int]]:
             given, out = (r.put(t, end) for r, t, end in zip(self.rooms, (wire, start), ends, strict=False))
             workspace = self._workspace(backend, codec, numel)
-            backend_kernels(backend)[codec.name].decode_add(codec, given, out, alpha, workspace)
+            kernels_of(backend, codec).decode_add(codec, given, out, alpha, workspace)
             assert all(room.untouched() for room in self.rooms[:2]), f"{codec} on {backend} wrote beside its output"
             assert torch.equal(given, wire), f"{codec} on {backend} wrote into the wire"
             return [out.clone()], workspace.status.tolist()
@@ -193,7 +193,7 @@ class Fuzz:
         def decode(backend: str) -> tuple[list[Tensor], list[int]]:
             out, *given = (r.put(t, end) for r, t, end in zip(self.rooms, (start, *parts), ends, strict=False))
             workspace = self._workspace(backend, codec, numel)
-            backend_kernels(backend)[codec.name].decode_mean(codec, given, out, workspace)
+            kernels_of(backend, codec).decode_mean(codec, given, out, workspace)
             untouched = all(room.untouched() for room in self.rooms[: len(ends)])
             assert untouched, f"{codec} on {backend} wrote beside its output"
             assert all(torch.equal(a, b) for a, b in zip(given, parts, strict=True)), f"{codec} on {backend}: the wires"

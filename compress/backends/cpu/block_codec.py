@@ -10,66 +10,58 @@ finite. A block that is being worked on stays in the first-level cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import Kernels, LowPrecisionVector, MomentumInput, Workspace, kernel_cache
 from ..addresses import address, rows_at
+from ..kernels import B, C, CodecLike
 from . import low_precision
 from .runtime.blocks import How, scratch_bytes
 from .runtime.dtypes import Source
 from .runtime.fused_inputs import source_of
-from .runtime.outlier_masks import Hidden, shown_bytes
 from .runtime.threads import inverse, note, pieces_of, reserved, run, whole_lines
 
 #: Elements of a residual that are float32 at a time where it is kept in fewer bytes: 128 KB.
 WIDE_ELEMENTS = 1 << 15
 
 
-class CpuKernels(Kernels):
+class CpuKernels(Kernels[C]):
     """Kernels that numba compiles."""
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, codec: C, dtype: torch.dtype, device: torch.device) -> None:
         """Compile, or load from the cache, everything that this codec runs."""
         with kernel_cache.task(type(codec).__name__):
             super().prepare(codec, dtype, device)
 
 
-NOTHING_HIDDEN: Hidden = (0, 0, 0)
-
 #: A kernel, and what it needs to know of the codec.
 Kernel = tuple[Callable, tuple]
 
 
-class Blocks(CpuKernels):
+class Blocks(CpuKernels[B]):
     """Codecs of one record a block; a subclass names its kernels and says what they need to know of the codec."""
 
-    #: Whether the kernel that encodes takes entries that it is to hide, and that which decodes takes those that count
-    #: in the place of what it decodes.
-    hides = shows = False
+    def block(self, codec: B) -> int:
+        return codec.block_size
 
-    def block(self, codec: Any) -> int:
-        return int(codec.block)
-
-    def scratch(self, codec: Any) -> int:
+    def scratch(self, codec: B) -> int:
         """Bytes that a piece works in."""
         return scratch_bytes(self.block(codec))
 
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+    def encode_block(self, codec: B, draw: Tensor | None) -> Kernel:
         raise NotImplementedError
 
-    def decode_block(self, codec: Any) -> Kernel:
+    def decode_block(self, codec: B) -> Kernel:
         raise NotImplementedError
 
-    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+    def workspace(self, codec: B, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
         self._split(codec, numel, workspace)
         return workspace
 
-    def _split(self, codec: Any, numel: int, workspace: Workspace) -> tuple[int, int, int, int]:
+    def _split(self, codec: B, numel: int, workspace: Workspace) -> tuple[int, int, int, int]:
         """Blocks, pieces to run them in, the address of the first piece's scratch, and bytes from one to the next."""
         count = -(-numel // self.block(codec))
         pieces = pieces_of(numel, count)
@@ -80,42 +72,26 @@ class Blocks(CpuKernels):
             workspace.buffers["pieces"] = known
         return count, pieces, known[2], known[3]
 
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: B, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self._encode(codec, source_of(x), x.numel(), 0, wire, draw, workspace)
 
     def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, codec: B, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         kept = address(residual, torch.float32)
         self._encode(codec, source_of(grad), grad.numel(), kept, wire, draw, workspace)
 
-    def encode_hiding(
-        self,
-        codec: Any,
-        source: Source,
-        numel: int,
-        residual: Tensor | None,
-        wire: Tensor,
-        hidden: Hidden,
-        workspace: Workspace,
-    ) -> None:
-        """`encode`, or `encode_feedback`, as if all that is encoded were 0 at the entries of `hidden`, where the
-        residual then is."""
-        kept = 0 if residual is None else address(residual, torch.float32)
-        self._encode(codec, source, numel, kept, wire, None, workspace, hidden)
-
     def _encode(
         self,
-        codec: Any,
+        codec: B,
         source: Source,
         numel: int,
         residual: int,
         wire: Tensor,
         draw: Tensor | None,
         workspace: Workspace,
-        hidden: Hidden = NOTHING_HIDDEN,
     ) -> None:
-        kernel, rest = self._encoder(codec, draw, hidden)
+        kernel, rest = self.encode_block(codec, draw)
         target = address(wire, torch.uint8)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
 
@@ -124,13 +100,9 @@ class Blocks(CpuKernels):
 
         run(job, count, pieces)
 
-    def _encoder(self, codec: Any, draw: Tensor | None, hidden: Hidden) -> Kernel:
-        kernel, rest = self.encode_block(codec, draw)
-        return kernel, (*rest, hidden) if self.hides else rest
-
     def encode_low_precision(
         self,
-        codec: Any,
+        codec: B,
         grad: Tensor,
         residual: LowPrecisionVector,
         wire: Tensor,
@@ -142,7 +114,7 @@ class Blocks(CpuKernels):
         if block % low_precision.BLOCK:
             super().encode_low_precision(codec, grad, residual, wire, draw, workspace)
             return
-        kernel, rest = self._encoder(codec, draw, NOTHING_HIDDEN)
+        kernel, rest = self.encode_block(codec, draw)
         read, write = low_precision.PASSES[residual.dtype]
         source, target = source_of(grad), address(wire, torch.uint8)
         parts = low_precision.places(*residual.parts)
@@ -165,7 +137,7 @@ class Blocks(CpuKernels):
 
     def encode_momentum(
         self,
-        codec: Any,
+        codec: B,
         x: MomentumInput,
         residual: Tensor,
         wire: Tensor,
@@ -179,33 +151,20 @@ class Blocks(CpuKernels):
             kept = address(residual, torch.float32)
             self._encode(codec, x.source, x.numel(), kept, wire, draw, workspace)
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: B, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         self._decode(codec, wire[None], out, (float(alpha), 1, 1.0), workspace)
 
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+    def decode_mean(self, codec: B, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         self._decode(codec, wires[0], out, (1.0, 0, inverse(wires[0].shape[0])), workspace)
 
-    def decode_showing(
-        self, codec: Any, wires: Tensor, out: Tensor, how: How, lists: np.ndarray, workspace: Workspace
-    ) -> None:
-        """`decode_add` or `decode_mean` of wires, with the entries of `lists`, int64 [ranks, 3], each in the place of
-        what its rank's wire says there: where indices are, ascending, where values are, and how many."""
-        self._decode(codec, wires, out, how, workspace, lists.ctypes.data)
-
-    def _decode(self, codec: Any, wires: Tensor, out: Tensor, how: How, workspace: Workspace, lists: int = 0) -> None:
+    def _decode(self, codec: B, wires: Tensor, out: Tensor, how: How, workspace: Workspace) -> None:
         kernel, rest = self.decode_block(codec)
         numel, target, ranks = out.numel(), source_of(out), wires.shape[0]
         sources = *rows_at(wires, torch.uint8), ranks
         count, pieces, scratch, size = self._split(codec, numel, workspace)
-        room, each = 0, 0
-        if lists:
-            each = whole_lines(ranks * shown_bytes(self.block(codec)))
-            room = reserved(workspace, "shown", pieces * each)
 
         def job(first: int, last: int, piece: int) -> tuple[int, int]:
-            shown = ((lists, room + piece * each),) if self.shows else ()
-            span, own = (numel, first, last), scratch + piece * size
-            result: tuple[int, int] = kernel(target, sources, span, how, *rest, *shown, own)
+            result: tuple[int, int] = kernel(target, sources, (numel, first, last), how, *rest, scratch + piece * size)
             return result
 
         note(workspace, run(job, count, pieces))
@@ -214,7 +173,7 @@ class Blocks(CpuKernels):
 Draw = tuple[int, int, int, int]  # whether to draw, seed, step, stream
 
 
-def _draw(codec: Any, draw: Tensor | None) -> tuple[int, int, int, int]:
+def _draw(codec: CodecLike, draw: Tensor | None) -> tuple[int, int, int, int]:
     """Whether to draw, and seed, step and stream."""
     if draw is None or not codec.stochastic:
         return 0, 0, 0, 0

@@ -51,18 +51,11 @@ class Entries(EntryKernels):
                 self.unpack_values(wire[None], dtype, values[None])
         self.put_back((indices, values), indices, residual)
         self.take(residual, indices, values, None)
-        self.write(residual, indices, values, indices == 0)
         self.merge(indices, values, [0, 1], 0, 1, torch.zeros_like(indices), torch.zeros_like(values))
 
     def take(self, residual: Tensor, indices: Tensor, values: Tensor, count: Tensor | None) -> None:
         used, at = len(indices) if count is None else int(count), indices.int()
         packing.take(address(residual, F32), address(at, I32), used, address(values, F32))
-
-    def write(self, out: Tensor, places: Tensor, values: Tensor, used: Tensor) -> Tensor:
-        if out.dtype != F32:
-            return super().write(out, places, values, used)
-        entries = address(places, I32), address(values, F32), address(used, torch.bool)
-        return torch.tensor(packing.write(address(out, F32), *entries, len(places)), device="cpu")
 
     def pack_indices(self, indices: Tensor, count: Tensor | None, base: int, numel: int, wire: Tensor) -> None:
         used = len(indices) if count is None else int(count)

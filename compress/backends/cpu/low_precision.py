@@ -137,7 +137,7 @@ PASSES = {torch.bfloat16: (_read_bfloat, _write_bfloat), torch.int8: (_read_int8
 
 
 def places(*parts: Tensor) -> tuple[int, int]:
-    """Where what a vector is kept in lies."""
+    """The addresses of a vector's `parts`: of bfloat16 or int8 [n], and of float32 steps [n / 256], 0 for bfloat16."""
     numbers, steps = address(parts[0]), address(parts[1], torch.float32) if len(parts) > 1 else 0
     return numbers, steps
 

@@ -57,18 +57,6 @@ def take(residual: int, index: int, count: int, value: int) -> None:
 
 
 @compiled
-def write(out: int, index: int, value: int, used: int, count: int) -> int:
-    """out[indices] = values, where used. Returns how many of these are not finite."""
-    bad = 0
-    for i in range(count):
-        if get_u8(used + i):
-            one = get_f32(value + 4 * i)
-            store(out + 4 * int_at(index + 4 * i), one)
-            bad += not np.isfinite(one)
-    return bad
-
-
-@compiled
 def pack_indices(index: int, count: int, base: int, layout: Layout, wire: int) -> None:
     width, upper_words, low_words = layout
     low = wire + 4 * upper_words
@@ -255,7 +243,7 @@ def put_back(index: int, value: int, n: int, kept: int, kept_n: int, residual: i
 
 @compiled
 def layout_of(numel: int, k: int) -> Layout:
-    """`compress.entries.index_layout`."""
+    """`compress.formats.entries.index_layout`."""
     low: Any = 0
     highest = numel - 1
     while (highest >> low) - (highest >> (low + 1)) > k:

@@ -178,10 +178,14 @@ def scatter_bits(gathered: Any, members: Any, bits: Any) -> None:
 
 @compiled
 def subtract(old: Any, new: Any, places: Any, flip: Any, magnitudes: Any, negative: Any) -> None:
-    """How far the ordered integers of words at `places` move: magnitudes less 1, and which move down.
+    """d_i = f(new[places_i]) - f(old[places_i]), where f turns a word of b bits into an integer ordered as its number.
 
     Args:
-        flip: the bits that order negative words, or 0: words are in order as they are.
+        old, new: integers of b bits [n], which differ at each place.
+        places: int [k].
+        flip: f(w) = w ^ flip for negative w: the bits below the sign; 0 for words that are integers.
+        magnitudes: [k]; becomes |d_i| - 1.
+        negative: [k]; becomes 1 where d_i < 0, else 0.
     """
     top = 8 * old.itemsize - 1
     for i in range(len(places)):
@@ -194,7 +198,7 @@ def subtract(old: Any, new: Any, places: Any, flip: Any, magnitudes: Any, negati
 
 @compiled
 def add(old: Any, places: Any, flip: Any, magnitudes: Any, negative: Any, words: Any) -> None:
-    """The inverse: the words that old ones at `places` become. Any numbers make some word."""
+    """The inverse of `subtract`: words_i = f⁻¹(f(old[places_i]) + d_i), modulo 2^b, so that any numbers make a word."""
     top = 8 * old.itemsize - 1
     for i in range(len(places)):
         a = np.int64(old[places[i]])

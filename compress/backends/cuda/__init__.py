@@ -12,10 +12,8 @@ from .entries import Entries
 from .kernels.cast import Cast
 from .kernels.chunked_topk import ChunkedTopK
 from .kernels.onebit import OneBit
-from .kernels.outliers import Outliers
 from .kernels.power_sgd import PowerSGD
 from .kernels.qsgd import QSGD
-from .kernels.random_k import RandomK
 from .kernels.ternary import Ternary
 from .kernels.terngrad import TernGrad
 from .kernels.threshold import Threshold
@@ -30,11 +28,9 @@ KERNELS: dict[str, Kernels] = {
     "ternary": Ternary(),
     "topk": TopK(),
     "threshold": Threshold(),
-    "random_k": RandomK(),
     "power_sgd": PowerSGD(),
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Cast(),
 }
-KERNELS["outliers"] = Outliers(KERNELS, Entries())
 BACKEND = Backend(KERNELS, Entries(), Tracking(), Momentum(), LowPrecision())

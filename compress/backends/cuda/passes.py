@@ -1,4 +1,4 @@
-"""The passes of `compress.tracking` and `compress.momentum` on a GPU, each in one launch."""
+"""The passes of `compress.feedback.tracking` and `compress.feedback.momentum` on a GPU, each in one launch."""
 
 from __future__ import annotations
 

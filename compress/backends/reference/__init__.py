@@ -7,13 +7,11 @@ here is fast. Whoever writes another backend compares its bytes with these.
 from __future__ import annotations
 
 from .. import Backend, GenericSparseKernels, Kernels
-from ..random_k import RANDOM_K
 from .cast import Cast, Identity
 from .chunked_topk import ChunkedTopK
 from .entries import Entries
 from .low_precision import LowPrecision
 from .onebit import OneBit
-from .outliers import Outliers
 from .power_sgd import PowerSGD
 from .qsgd import QSGD
 from .ternary import Ternary
@@ -26,12 +24,10 @@ KERNELS: dict[str, Kernels] = {
     "terngrad": TernGrad(),
     "ternary": Ternary(),
     "topk": (TOPK := TopK()),
-    "random_k": RANDOM_K,
     "power_sgd": PowerSGD(),
     "chunked_topk": ChunkedTopK(),
     "cast": Cast(),
     "identity": Identity(),
 }
 KERNELS["threshold"] = GenericSparseKernels(Entries(), TOPK)
-KERNELS["outliers"] = Outliers(KERNELS)
 BACKEND = Backend(KERNELS, Entries(), low_precision=LowPrecision())

@@ -56,10 +56,18 @@ def count_from(a: int, n: int, key: int, ahead: int) -> int:
 
 @compiled
 def candidates_from(a: int, chunk: int, k: int, largest: int, guess: int, ahead: int) -> tuple[int, int, int]:
-    """Where to list from: a key, how many are that or above, and how many above what is too high.
+    """A threshold t with k ≤ |{i : |a_i| ≥ t}| ≤ most_candidates(k), by bisection from a guess.
 
-    The first are from k to `most_candidates`. If there is no such key, it is the k-th largest, which more are equal to,
-    or 0 where fewer than k are above that.
+    If there is none, because of ties, t is the k-th largest key; it is 0 if fewer than k are above 0.
+
+    Args:
+        a: the address of the chunk's elements, float32 [chunk].
+        largest: the largest key of the chunk.
+        guess: where to begin: the key that served the chunk before.
+        ahead: an address to fetch meanwhile, or 0.
+
+    Returns:
+        t, how many keys are t or above, and how many are above the least key that was found to be too high.
     """
     low: Any = 0  # at least k keys from here on
     high: Any = largest + 1  # fewer than k

@@ -296,9 +296,6 @@ def chunked_decode(out: Source, wires: Wires, span: Span, how: How, form: Form, 
 
 
 class ChunkedTopK(Blocks):
-    def block(self, codec: Any) -> int:
-        return int(codec.chunk)
-
     def scratch(self, codec: Any) -> int:
         return chunk_scratch(codec.chunk, codec.k)
 

@@ -24,18 +24,6 @@ from ..runtime.blocks import (
     residual_block,
 )
 from ..runtime.dtypes import F32, FLOAT32, MAGNITUDE, NAN_BITS, ZERO, Source, width
-from ..runtime.outlier_masks import (
-    Hidden,
-    Shown,
-    begin_showing,
-    first_from,
-    forget,
-    mark_until,
-    or_shown,
-    show,
-    shown_by,
-    unless_marked,
-)
 from ..runtime.simd import (
     as_f32,
     as_i32,
@@ -53,10 +41,8 @@ from ..runtime.simd import (
 
 
 @compiled
-def onebit_levels(
-    x: int, old: int, marks: int, n: int, block: int, sided: int, signs: int, sums: int
-) -> tuple[Any, Any]:
-    """The two levels of a = x, or x + old unless `old` is 0, without what is marked; writes the signs."""
+def onebit_levels(x: int, old: int, n: int, block: int, sided: int, signs: int, sums: int) -> tuple[Any, Any]:
+    """The two levels of a = x, or x + old unless `old` is 0; writes the signs."""
     ahead = 2 * block
     for lane in range(0, 256, 64):
         minus = plus = splat_f32(ZERO)
@@ -64,7 +50,6 @@ def onebit_levels(
             v = load_f32(x + 4 * i)
             if old:
                 v = v + load_f32(old + 4 * i)
-            v = unless_marked(v, marks, i)
             below = v < ZERO
             store(signs + (i >> 3), bits_of(below))
             if sided:
@@ -89,31 +74,23 @@ def onebit_levels(
 
 
 @compiled
-def onebit_encode(
-    x: Source, residual: int, wire: int, span: Span, block: int, sided: int, hidden: Hidden, scratch: int
-) -> None:
+def onebit_encode(x: Source, residual: int, wire: int, span: Span, block: int, sided: int, scratch: int) -> None:
     kind, source = x
     numel, first, last = span
-    after = first_from(hidden, first * block)
-    marks = scratch + A + 8 * block if hidden[2] else 0
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
-        entry = after
-        if marks:
-            after = mark_until(hidden, entry, start, start + block, marks)
         record = wire + b * (8 + (block >> 3))
         signs, sums = record + 8, scratch + SUMS
         if kind == FLOAT32 and n == block:
             a, old = source + 4 * start, residual + 4 * start if residual else 0
         else:
             a, old = read_block(kind, source, residual, start, n, block, scratch), 0
-        negative, positive = onebit_levels(a, old, marks, n, block, sided, signs, sums)
+        negative, positive = onebit_levels(a, old, n, block, sided, signs, sums)
         if not (np.isfinite(negative) and np.isfinite(positive)):
             store(record, NAN_BITS)
             store(record + 4, NAN_BITS)
             clear(signs, block >> 3)
-            forget(hidden, entry, after, residual)
             continue  # the block keeps its residual
         store(record, negative)
         store(record + 4, positive)
@@ -126,7 +103,7 @@ def onebit_encode(
                 v = load_f32(a + 4 * i)
                 if old:
                     v = v + load_f32(old + 4 * i)  # once more: less work than to have kept it
-                store(e + 4 * i, unless_marked(v - decoded, marks, i))
+                store(e + 4 * i, v - decoded)
                 # A second time: a processor that is busy fetching drops what it is merely advised to fetch.
                 read_ahead(source + width(kind) * (ahead + i))
                 read_ahead(residual + 4 * (ahead + i))
@@ -135,20 +112,16 @@ def onebit_encode(
 
 
 @compiled
-def onebit_decode(
-    out: Source, wires: Wires, span: Span, how: How, block: int, shown: Shown, scratch: int
-) -> tuple[int, int]:
+def onebit_decode(out: Source, wires: Wires, span: Span, how: How, block: int, scratch: int) -> tuple[int, int]:
     kind, target = out
     address, pitch, ranks = wires
     numel, first, last = span
     alpha, add, scale = how
     times, factor = F32(alpha), F32(scale)
     unsound = 0
-    begin_showing(shown, ranks, first * block, block)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
-        show(shown, ranks, start, block, alpha)
         record = address + b * (8 + (block >> 3))
         for r in range(ranks):
             levels = record + r * pitch
@@ -163,7 +136,7 @@ def onebit_decode(
                 source = record + r * pitch
                 negative, positive = times * get_f32(source), times * get_f32(source + 4)
                 level = select(mask_of(get_i64(source + 8 + (i >> 3))), splat_f32(negative), positive)
-                v = v + or_shown(level, shown_by(shown, r, block), block, i)
+                v = v + level
             store(total + 4 * i, v * factor)
         if not direct:
             narrow(kind, total, target + start * width(kind), n, scratch + SPARE)
@@ -171,8 +144,6 @@ def onebit_decode(
 
 
 class OneBit(Blocks):
-    hides = shows = True
-
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return onebit_encode, (codec.block, int(codec.scale == "sided"))
 

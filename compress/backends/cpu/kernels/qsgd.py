@@ -30,7 +30,6 @@ from ..runtime.blocks import (
     uniform,
 )
 from ..runtime.dtypes import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, ONE, TINY, ZERO, Source, finite, width
-from ..runtime.outlier_masks import Shown, begin_showing, or_shown, show, shown_by
 from ..runtime.simd import (
     as_f32,
     as_i8,
@@ -161,7 +160,7 @@ def qsgd_encode(
 
 @compiled
 def qsgd_decode(
-    out: Source, wires: Wires, span: Span, how: How, block: int, bits: int, shown: Shown, scratch: int
+    out: Source, wires: Wires, span: Span, how: How, block: int, bits: int, scratch: int
 ) -> tuple[int, int]:
     kind, target = out
     address, pitch, ranks = wires
@@ -172,14 +171,12 @@ def qsgd_decode(
     packed = codes + block
     size, times = 4 + (block >> 3) * bits, F32(alpha)
     skipped = unsound = 0
-    begin_showing(shown, ranks, first * block, block)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
-        show(shown, ranks, start, block, alpha)
         total = begin_sum(kind, target, start, n, block, add, scratch)
         for r in range(ranks):
-            record, marks = address + r * pitch + b * size, shown_by(shown, r, block)
+            record = address + r * pitch + b * size
             unit = get_f32(record)
             unsound += not np.isfinite(unit)
             unpack(record + 4, codes, block, bits, packed)
@@ -190,15 +187,12 @@ def qsgd_decode(
                 skipped += count_ones(bits_of(code == sign))
                 level = as_i8(code & s)
                 signed = select(code >= sign, 0 - level, level)
-                v = or_shown(times * (to_f32(signed) * unit), marks, block, i)
-                store(total + 4 * i, load_f32(total + 4 * i) + v)
+                store(total + 4 * i, load_f32(total + 4 * i) + times * (to_f32(signed) * unit))
         end_sum(kind, total, target, start, n, block, add, scale, scratch + SPARE)
     return skipped, unsound
 
 
 class QSGD(Blocks):
-    shows = True
-
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), _draw(codec, draw))
 

@@ -11,7 +11,6 @@ from ..block_codec import Kernel
 from ..runtime.blocks import A, Span, clear, copy, power, read_ahead, read_block, residual_block
 from ..runtime.dtypes import F32, FLOAT32, MAGNITUDE, NAN_BITS, TINY, ZERO, Source
 from ..runtime.fused_inputs import gradient_at, momentum_at
-from ..runtime.outlier_masks import Hidden, first_from, forget, mark_until, unless_marked
 from ..runtime.simd import (
     as_f32,
     as_i32,
@@ -60,29 +59,27 @@ def magnitude_at(address: int) -> Any:
 
 
 @inlined
-def add_read(x: int, old: int, marks: int, a: int, i: int, total: Any, largest: Any) -> tuple[Any, Any]:
+def add_read(x: int, old: int, a: int, i: int, total: Any, largest: Any) -> tuple[Any, Any]:
     v = load_f32(x + i)
     if old:
         v = v + load_f32(old + i)
-    v = unless_marked(v, marks, i >> 2)
-    if old or marks:
         store(a + i, v)
     magnitude = as_i32(v) & MAGNITUDE
     return total + as_f32(magnitude), maximum(largest, magnitude)
 
 
 @compiled
-def read_magnitudes(x: int, old: int, marks: int, a: int, block: int) -> tuple[Any, Any]:
-    """The canonical sum of the magnitudes of x, or x + old unless `old` is 0, without what is marked; and the largest,
-    as an integer. Writes to `a` what is not x itself. Row by row: what lies in memory is read in order, and the 256
+def read_magnitudes(x: int, old: int, a: int, block: int) -> tuple[Any, Any]:
+    """The canonical sum of the magnitudes of x, or x + old unless `old` is 0; and the largest, as an integer.
+    Writes to `a` what is not x itself. Row by row: what lies in memory is read in order, and the 256
     partial sums stay in registers."""
     t0 = t1 = t2 = t3 = splat_f32(ZERO)
     largest = splat_i32(0)
     for i in range(0, 4 * block, 1024):
-        t0, largest = add_read(x, old, marks, a, i, t0, largest)
-        t1, largest = add_read(x, old, marks, a, i + 256, t1, largest)
-        t2, largest = add_read(x, old, marks, a, i + 512, t2, largest)
-        t3, largest = add_read(x, old, marks, a, i + 768, t3, largest)
+        t0, largest = add_read(x, old, a, i, t0, largest)
+        t1, largest = add_read(x, old, a, i + 256, t1, largest)
+        t2, largest = add_read(x, old, a, i + 512, t2, largest)
+        t3, largest = add_read(x, old, a, i + 768, t3, largest)
     return fold_sum((t0 + t2) + (t1 + t3)), np.int64(fold_max(largest))
 
 
@@ -190,30 +187,24 @@ def write_trits(a: int, e: int, level: Any, trits: int, block: int) -> None:
 
 
 @compiled
-def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, hidden: Hidden, scratch: int) -> None:
+def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, scratch: int) -> None:
     kind, source = x
     numel, first, last = span
     size, sums = 4 + block // 5, scratch + A + 8 * block
-    after = first_from(hidden, first * block)
-    marks = sums + 1024 if hidden[2] else 0
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
-        entry = after
-        if marks:
-            after = mark_until(hidden, entry, start, start + block, marks)
         record = wire + b * size
         if kind == FLOAT32 and n == block:
             a, old = source + 4 * start, residual + 4 * start if residual else 0
         else:
             a, old = read_block(kind, source, residual, start, n, block, scratch), 0
-        total, largest = read_magnitudes(a, old, marks, scratch + A, block)
-        if old or marks:
+        total, largest = read_magnitudes(a, old, scratch + A, block)
+        if old:
             a = scratch + A
         if not np.isfinite(total):
             store(record, NAN_BITS)
             clear(record + 4, size - 4)
-            forget(hidden, entry, after, residual)
             continue  # the block keeps its residual
         # No farther ahead: the caches' own prefetchers are at work in between. And what is also written to goes first.
         later = start + block
@@ -229,7 +220,5 @@ def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, 
 
 
 class Ternary(TernGrad):
-    hides = True
-
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return ternary_encode, (codec.block,)

@@ -30,7 +30,6 @@ from ..runtime.blocks import (
     uniform,
 )
 from ..runtime.dtypes import F32, INF_BITS, MAGNITUDE, NAN_BITS, ONE, TINY, ZERO, Source, width
-from ..runtime.outlier_masks import Shown, begin_showing, or_shown, show, shown_by
 from ..runtime.simd import (
     as_f32,
     as_i32,
@@ -106,23 +105,19 @@ def terngrad_encode(
 
 
 @compiled
-def ternary_decode(
-    out: Source, wires: Wires, span: Span, how: How, block: int, shown: Shown, scratch: int
-) -> tuple[int, int]:
+def ternary_decode(out: Source, wires: Wires, span: Span, how: How, block: int, scratch: int) -> tuple[int, int]:
     kind, target = out
     address, pitch, ranks = wires
     numel, first, last = span
     alpha, add, scale = how
     size, times = 4 + block // 5, F32(alpha)
     skipped = unsound = 0
-    begin_showing(shown, ranks, first * block, block)
     for b in range(first, last):
         start = b * block
         n = min(block, numel - start)
-        show(shown, ranks, start, block, alpha)
         total = begin_sum(kind, target, start, n, block, add, scratch)
         for r in range(ranks):
-            record, marks = address + r * pitch + b * size, shown_by(shown, r, block)
+            record = address + r * pitch + b * size
             level = get_f32(record)
             unsound += not np.isfinite(level)
             plus, minus, zero = times * level, times * -level, times * (ZERO * level)
@@ -137,14 +132,12 @@ def ternary_decode(
                     trit = to_u8(rest - third * 3)
                     rest = third
                     v = select(trit == 1, splat_f32(plus), select(trit == 2, splat_f32(minus), zero))
-                    store(total + 4 * i, load_f32(total + 4 * i) + or_shown(v, marks, block, i))
+                    store(total + 4 * i, load_f32(total + 4 * i) + v)
         end_sum(kind, total, target, start, n, block, add, scale, scratch + SPARE)
     return skipped, unsound
 
 
 class TernGrad(Blocks):
-    shows = True
-
     def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
         return terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
 

@@ -39,8 +39,19 @@ def sampled_run(stratum: int, stride: int) -> Any:
 
 @compiled
 def sample(x: Source, residual: int, strata: tuple[int, int], threshold: int, keys: int, scratch: int) -> int:
-    """The keys at or above `threshold` in one run of 64 elements of each stratum, of which there are so many, of so
-    many runs each, as if nothing were above infinity; returns how many. Changes nothing."""
+    """Sample the keys of a = x + residual: {min(|a_i|, inf) : |a_i| ≥ threshold, i in one run of each stratum}.
+
+    Args:
+        x: kind and address of the gradient; with `PEEK`, so that no momentum moves.
+        residual: the address of float32 [n], only read; 0: none.
+        strata: how many strata, and runs of 64 elements in each.
+        threshold: a key.
+        keys: the address of int32, room for 64 keys of each stratum; written.
+        scratch: `scratch_bytes(64)`.
+
+    Returns:
+        How many keys were written.
+    """
     kind, source = x
     strata_count, stride = strata
     count = 0
@@ -158,8 +169,7 @@ class TopK(SparseKernels, CpuKernels):
             source, spare = (KINDS[x.dtype], address(x)), torch.zeros(2, dtype=float32, device="cpu")
             places = address(spare), address(spare) + 4
             (room,) = self._rooms(1, 1, workspace)
-            take = topk_select.TAKE, 0
-            topk_select.collect_again(source, address(residual, float32), take, (1, 0, 1), 1, 1, 0, places, room)
+            topk_select.collect_again(source, address(residual, float32), (1, 0, 1), 1, 1, 0, places, room)
 
     #: One run of 64 elements in 8 is sampled at most, and one in 128 at least. In between, some 64 of the k are seen.
     strides = 8, 128
@@ -221,22 +231,6 @@ class TopK(SparseKernels, CpuKernels):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
-        self.choose(codec, x, residual, row, values, workspace, update=True)
-
-    def choose(
-        self,
-        codec: Any,
-        x: Tensor | MomentumInput,
-        residual: Tensor | None,
-        row: Tensor,
-        values: Tensor,
-        workspace: Workspace,
-        update: bool,
-        sums: int = 0,
-    ) -> None:
-        """`encode_raw`; unless `update`, the residual is only read, or, with a record of `fused_inputs.SUMMED`,
-        becomes the sum of both."""
-        change = (topk_select.SUM, sums) if sums else (topk_select.TAKE if update else topk_select.READ, 0)
         k, lowest = len(values), self.lowest(codec)
         source, numel = source_of(x), x.numel()
         rooms = self._rooms(k, numel, workspace)
@@ -247,7 +241,7 @@ class TopK(SparseKernels, CpuKernels):
 
         def collect(first: int, last: int, piece: int) -> Any:
             span = numel, first, last
-            return topk_select.collect(source, kept, change, span, k, guess.threshold, guess.likely, rooms[piece])
+            return topk_select.collect(source, kept, span, k, guess.threshold, guess.likely, rooms[piece])
 
         found = run(collect, tiles, pieces)
         counts = [count for count, _ in found]
@@ -258,7 +252,7 @@ class TopK(SparseKernels, CpuKernels):
 
             def again(first: int, last: int, piece: int) -> Any:
                 spare = indices + 4 * before[piece], numbers + 4 * before[piece]
-                what = source, kept, change, (numel, first, last), k, lowest
+                what = source, kept, (numel, first, last), k, lowest
                 return topk_select.collect_again(*what, counts[piece], spare, rooms[piece])
 
             found = run(again, tiles, pieces)
@@ -272,7 +266,7 @@ class TopK(SparseKernels, CpuKernels):
             for i in range(first, last):
                 (index, value, *_), (count, likely), place = rooms[i], found[i], 4 * places[i]
                 there = indices + place, numbers + place
-                topk_select.keep(index, value, count, key, shares[i][0], likely, kept if update else 0, there)
+                topk_select.keep(index, value, count, key, shares[i][0], likely, kept, there)
 
         run(send, pieces, pieces_of(ENTRY_COST * k, pieces))
         row[0] = places[-1]

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..runtime.blocks import SUMS, A, Span, clear, copy, read_ahead, read_block, residual_block
-from ..runtime.dtypes import FLOAT32, INF_BITS, MAGNITUDE, NAN_BITS, SUMMABLE, TILE, Source, finite, int_at, key_at
-from ..runtime.fused_inputs import SUMMED, sum_at
+from ..runtime.dtypes import FLOAT32, INF_BITS, MAGNITUDE, NAN_BITS, TILE, Source, finite, int_at, key_at
 from ..runtime.simd import (
     as_i32,
     bits_of,
@@ -35,12 +34,6 @@ from ..runtime.simd import (
 Room = tuple[int, int, int, int, int]  # index, value, capacity, histogram, scratch
 
 Pointers = tuple[int, int]  # of indices, and of values
-
-#: What a pass does to the residual: nothing; what is selected leaves it, and all else comes in; or it becomes the sum
-#: of both (`fused_inputs.SUMMED`), and what is selected stays.
-READ, TAKE, SUM = 0, 1, 2
-
-Change = tuple[int, int]  # one of these, and the record of `SUMMED`
 
 #: Tiles that are searched before what is found in them is listed. Listing takes branches that nobody can foresee, and
 #: each that is guessed wrong also stops the fetching of what comes next.
@@ -64,14 +57,24 @@ def candidates(v: Any, threshold: int, masks: int, i: int) -> Any:
 
 @compiled
 def accumulate(
-    kind: int, x: int, residual: int, update: int, start: int, n: int, threshold: int, masks: int, scratch: int
+    kind: int, x: int, residual: int, start: int, n: int, threshold: int, masks: int, scratch: int
 ) -> tuple[int, int, int]:
-    """Where a lies, a tile from `start` on, and where the residual does, which becomes a where that is finite. The
-    masks of the candidates go to `masks`: a word for 64 elements; and which words are not 0 is returned too. If x is
-    0, the residual holds a already. Unless `update`, the residual stays, and is said to lie at 0."""
+    """Let a tile of n elements from `start` on enter the residual e, and mark its candidates.
+
+    a = x + e; e = a where that is finite; bit i of `masks` (64 bits a word) = |a_i| ≥ threshold.
+
+    Args:
+        kind, x: how the gradient is stored, and where; x = 0: the residual holds a already.
+        residual: the address of e, float32; 0: there is none, a = x.
+        masks: room for TILE / 64 words.
+        scratch: `scratch_bytes(TILE)`.
+
+    Returns:
+        The addresses of a, float32 [TILE], and of the tile of e, or 0; and bit j set if word j of the masks is not 0.
+    """
     a, old = scratch + A, residual + 4 * start
     words: Any = 0
-    if x and residual and update and kind == FLOAT32 and n == TILE:
+    if x and residual and kind == FLOAT32 and n == TILE:
         source, kept = x + 4 * start, 0
         for i in range(0, TILE, 64):
             e = load_f32(old + 4 * i)
@@ -97,7 +100,7 @@ def accumulate(
     else:
         clear(a, 4 * TILE)
         copy(a, old, 4 * n)
-    if not (residual and update):
+    if not residual:
         for i in range(0, TILE, 64):
             words |= candidates(load_f32(a + 4 * i), threshold, masks, i)
         return a, 0, words
@@ -111,63 +114,13 @@ def accumulate(
     return e_block if sound == -1 else a, e_block, words
 
 
-@compiled
-def sum_up(
-    kind: int, x: int, residual: int, record: int, start: int, n: int, threshold: int, masks: int, scratch: int
-) -> tuple[int, int]:
-    """Where a lies, a tile from `start` on, after it became the residual, or went beside it if it is too large; and
-    words as `accumulate` has them."""
-    words: Any = 0
-    large: Any = 0
-    if kind == FLOAT32 and n == TILE:
-        source, old, kept = x + 4 * start, residual + 4 * start, scratch + A
-        for i in range(0, 4 * TILE, 256):
-            e = load_f32(old + i)
-            v = load_f32(source + i) + e
-            words |= candidates(v, threshold, masks, i >> 2)
-            large |= bits_of((as_i32(v) & MAGNITUDE) >= SUMMABLE)
-            store(old + i, v)
-            store(kept + i, e)
-            read_ahead(source + i + 4 * AHEAD)
-            read_ahead(old + i + 4 * AHEAD)
-        store(get_i64(record + 8) + start // TILE, np.uint8(large == 0))
-        if large:
-            old = get_i64(record) + 4 * start
-            copy(old, residual + 4 * start, 4 * TILE)
-            copy(residual + 4 * start, kept, 4 * TILE)
-        return old, words
-    a = read_block(kind, x, residual, start, n, TILE, scratch)
-    for i in range(0, TILE, 64):
-        v = load_f32(a + 4 * i)
-        words |= candidates(v, threshold, masks, i)
-        large |= bits_of((as_i32(v) & MAGNITUDE) >= SUMMABLE)
-    store(get_i64(record + 8) + start // TILE, np.uint8(large == 0))
-    target = sum_at(record, residual, start)
-    copy(target, a, 4 * n)
-    return target if n == TILE else a, words
-
-
-@compiled
-def look_through(x: int, old: int, threshold: int, masks: int) -> Any:
-    """The masks of the candidates of x + old, a tile that is only read, as `accumulate` has them."""
-    words: Any = 0
-    for i in range(0, TILE, 64):
-        words |= candidates(load_f32(x + 4 * i) + load_f32(old + 4 * i), threshold, masks, i)
-        read_ahead(x + 4 * (i + AHEAD))
-        read_ahead(old + 4 * (i + AHEAD))
-    return words
-
-
-Tile = tuple[int, int, int]  # where a lies, what is to be added to it, or 0, and the residual to change, or 0
+Tile = tuple[int, int]  # where a lies, and the residual to change, or 0
 
 
 @inlined
 def append(index: int, value: int, count: int, tile: Tile, start: int, j: int, likely: int) -> None:
-    a, old, e = tile
-    v = get_f32(a + 4 * j)
-    if old:
-        v = v + get_f32(old + 4 * j)
-    word = word_of(v)
+    a, e = tile
+    word = word_of(get_f32(a + 4 * j))
     key = np.int64(word) & MAGNITUDE
     store(index + 4 * count, np.int32(start + j))
     store(value + 4 * count, NAN_BITS if key > INF_BITS else word)
@@ -199,20 +152,17 @@ def gather(index: int, value: int, count: int, tile: Tile, start: int, likely: i
 
 
 @compiled
-def collect(
-    x: Source, residual: int, change: Change, span: Span, k: int, threshold: int, likely: int, room: Room
-) -> tuple[int, int]:
+def collect(x: Source, residual: int, span: Span, k: int, threshold: int, likely: int, room: Room) -> tuple[int, int]:
     """One pass: every element whose key is `threshold` or more becomes a candidate. Returns how many there are, and
-    from which key on they are 0 in the residual, if it is to `TAKE`.
+    from which key on they are 0 in the residual, if there is one.
 
     When the candidates no longer fit, all but the k largest go, and from then on only what is above them is collected:
     among equals the earlier stay. So the k largest are always found, if there are k at or above the first threshold.
     """
     kind, source = x
-    how, record = change
     numel, first, last = span
     index, value, capacity, histogram, scratch = room
-    takes, masks, found = int(how == TAKE), scratch + SUMS, scratch + A + 8 * TILE
+    masks, found = scratch + SUMS, scratch + A + 8 * TILE
     tile: Any = first
     count: Any = 0
     while tile < last:
@@ -220,55 +170,44 @@ def collect(
             store(scratch, np.int64(value))
             store(scratch + 8, np.int64(count))
             key, ties = kth_largest(scratch, 1, k, histogram)
-            count = keep(index, value, count, key, ties, likely, residual if takes else 0, (index, value))
+            count = keep(index, value, count, key, ties, likely, residual, (index, value))
             threshold, likely = key + 1, 0  # those kept are 0 in the residual, whatever their key
         end, at = min(tile + BATCH, tile + (capacity - count) // TILE, last), tile
         while at < end:
             start, mask = at * TILE, masks + (at - tile) * MASKS
             n = min(TILE, numel - start)
-            a, old, e = source + 4 * start, 0, 0
-            if how == SUM:
-                a, words = sum_up(kind, source, residual, record, start, n, threshold, mask, scratch)
-            elif residual and how == READ and kind == FLOAT32 and n == TILE:
-                old = residual + 4 * start
-                words = look_through(a, old, threshold, mask)
-            else:
-                a, e, words = accumulate(kind, source, residual, takes, start, n, threshold, mask, scratch)
-            row = found + 32 * (at - tile)
+            a, e, words = accumulate(kind, source, residual, start, n, threshold, mask, scratch)
+            row = found + 24 * (at - tile)
             store(row, a)
-            store(row + 8, old)
-            store(row + 16, e)
-            store(row + 24, words)
+            store(row + 8, e)
+            store(row + 16, words)
             at += 1
             if a == scratch + A:
                 end = at  # before the next one is there
         for t in range(tile, end):
-            row, mask = found + 32 * (t - tile), masks + (t - tile) * MASKS
-            where = get_i64(row), get_i64(row + 8), get_i64(row + 16)
-            count = gather(index, value, count, where, t * TILE, max(threshold, likely), mask, get_i64(row + 24))
-        if residual and takes and end * TILE > numel:
+            row, mask = found + 24 * (t - tile), masks + (t - tile) * MASKS
+            where = get_i64(row), get_i64(row + 8)
+            count = gather(index, value, count, where, t * TILE, max(threshold, likely), mask, get_i64(row + 16))
+        if residual and end * TILE > numel:
             start = (end - 1) * TILE
-            copy(residual + 4 * start, get_i64(found + 32 * (end - 1 - tile) + 16), 4 * (numel - start))
+            copy(residual + 4 * start, get_i64(found + 24 * (end - 1 - tile) + 8), 4 * (numel - start))
         tile = end
     return count, likely
 
 
 @compiled
 def collect_again(
-    x: Source, residual: int, change: Change, span: Span, k: int, lowest: int, count: int, spare: Pointers, room: Room
+    x: Source, residual: int, span: Span, k: int, lowest: int, count: int, spare: Pointers, room: Room
 ) -> tuple[int, int]:
     """Once more, from `lowest` on, after a threshold that was too high; `spare` has room for `count` entries."""
     index, value = room[0], room[1]
     kept_index, kept_value = spare
-    how, record = change
     kept = 0
-    if how == SUM:
-        how, x = READ, (SUMMED, record)
-    elif residual and how == TAKE:
+    if residual:
         # With every candidate put back, the residual holds a.
         kept = put_back(residual, index, value, count, kept_index, kept_value)
         x = (FLOAT32, 0)
-    result = collect(x, residual, (how, record), span, k, lowest, lowest, room)
+    result = collect(x, residual, span, k, lowest, lowest, room)
     for i in range(0, 4 * kept, 4):
         store(residual + 4 * int_at(kept_index + i), get_i32(kept_value + i))
     return result

@@ -28,7 +28,7 @@ from .dtypes import (
     to_half,
     width,
 )
-from .fused_inputs import SUMMED, enter, sum_at
+from .fused_inputs import enter
 from .simd import (
     as_i32,
     compiled,
@@ -154,13 +154,7 @@ def read_block(kind: int, x: int, residual: int, start: int, n: int, block: int,
         for i in range(0, 4 * block, 256):
             store(a + i, load_f32(source + i) + load_f32(old + i))
         return a
-    if kind == SUMMED:
-        source = sum_at(x, residual, start)
-        if n == block:
-            return source
-        copy(a, source, 4 * n)
-        clear(a + 4 * n, 4 * (-n & 63))
-    elif kind > BFLOAT16:
+    if kind > BFLOAT16:
         enter(kind, x, residual, start, n, a, scratch + SPARE)
     else:
         widen(kind, source, a, n, scratch + SPARE)
@@ -291,12 +285,3 @@ def fill_halves(draws: int, n: int) -> None:
 @inlined
 def uniform(draws: int, i: int) -> Any:
     return to_f32(load_u16(draws + 2 * i)) * F32(2.0**-16)
-
-
-@inlined
-def element(kind: int, address: int, scratch: int) -> Any:
-    """One element as float32."""
-    if kind == FLOAT32:
-        return get_f32(address)
-    widen(kind, address, scratch + A, 1, scratch + SPARE)
-    return get_f32(scratch + A)

@@ -4,9 +4,6 @@ The output of a momentum that a gradient enters is never written to memory: a ke
 residual in one pass. Its record is four int64: the gradient's kind and address, the momentum's address, and the bits of
 a float32 factor. Each element may be read once; with `PEEK` added to the kind any number of times, as the momentum
 stays what it was.
-
-The sum that an earlier pass has left is read from the residual itself. The record is two int64: the addresses of
-float32 for all elements, and of a byte for each tile, which says whether the residual has the sum, or else those.
 """
 
 from __future__ import annotations
@@ -18,17 +15,15 @@ from torch import Tensor
 
 from ... import MomentumInput
 from ...addresses import address
-from .dtypes import BFLOAT16, KINDS, TILE, Source, finite, load_as, width
+from .dtypes import BFLOAT16, KINDS, Source, finite, load_as, width
 from .simd import compiled, float_of, get_f32, get_i64, get_u8, inlined, load_f32, prefetch, select, splat_f32, store
 
-#: momentum += factor · (gradient - momentum), and out comes how it changes: `compress.tracking`.
+#: momentum += factor · (gradient - momentum), and out comes how it changes: `compress.feedback.tracking`.
 TRACKED = 3
 
 #: momentum = factor · momentum + gradient, which comes out; or momentum = factor · (momentum + gradient), and out comes
-#: momentum + gradient: `compress.momentum`.
+#: momentum + gradient: `compress.feedback.momentum`.
 HEAVY_BALL, NESTEROV = 4, 5
-
-SUMMED = 6
 
 PEEK = 8
 
@@ -51,12 +46,6 @@ def gradient_at(kind: int, source: int, start: int) -> Any:
 def momentum_at(kind: int, source: int, start: int) -> Any:
     """The same of a momentum; 0 if there is none."""
     return get_i64(source + 16) + 4 * start if kind > BFLOAT16 else 0
-
-
-@inlined
-def sum_at(record: int, residual: int, start: int) -> Any:
-    """Where the sums from `start` on lie, to the end of its tile."""
-    return (residual if get_u8(get_i64(record + 8) + start // TILE) else get_i64(record)) + 4 * start
 
 
 @inlined

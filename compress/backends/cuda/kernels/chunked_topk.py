@@ -15,9 +15,6 @@ class ChunkedTopK(Blocks):
 
     file, encoder, decoder = "chunked_topk.cu", "chunked_topk", "chunked_topk"
 
-    def block(self, codec: Any) -> int:
-        return int(codec.chunk)
-
     def turns(self, codec: Any, numel: int) -> int:
         return -(-numel // self.block(codec))
 

@@ -24,7 +24,7 @@ class Threshold(TopK):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
-        self.choose(codec, x, residual, row, values, workspace, update=True)
+        super().encode_raw(codec, x, residual, row, values, draw, workspace)
         indices, k = row[1:], len(values)
         slots = torch.arange(k, device=x.device)
         used, low = slots < row[:1], values.abs() <= codec.threshold

@@ -67,36 +67,23 @@ class TopK(SparseKernels):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
-        self.choose(codec, x, residual, row, values, workspace, update=True)
-
-    def choose(
-        self,
-        codec: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        row: Tensor,
-        values: Tensor,
-        workspace: Workspace,
-        update: bool,
-    ) -> None:
-        """`encode_raw`; unless `update`, the residual is only read."""
-        key = "choose", x.dtype, update
+        key = "select", x.dtype
         ready: tuple[ReadyLaunch, ...] | None = workspace.buffers.get(key)
         if ready is None or ready[0].codec is not codec:
-            ready = workspace.buffers[key] = self._choosing(codec, x, workspace, update)
+            ready = workspace.buffers[key] = self._selecting(codec, x, workspace)
         collect, digits, write = ready
         for launch in (collect, digits):
             launch.function(launch.grid, THREADS, (x, residual, *launch.first))
         write.function(write.grid, THREADS, (x, residual, *write.first, row, values))
 
     @staticmethod
-    def _choosing(codec: Any, x: Tensor, workspace: Workspace, update: bool) -> tuple[ReadyLaunch, ...]:
+    def _selecting(codec: Any, x: Tensor, workspace: Workspace) -> tuple[ReadyLaunch, ...]:
         """The three launches, for gradients like x."""
         numel, room, device = x.numel(), workspace.buffers, device_for(x.device)
         tiles, k = tiles_of(numel), np.int32(codec.k(numel))
         collect, digits, write = (f"topk_{name}_{SUFFIXES[x.dtype]}" for name in ("collect", "digits", "write"))
         source = np.int64(numel), room["state"], room["index"], room["value"]
-        marks = room["tiles"], room["not_finite"] if update else None
+        marks = room["tiles"], room["not_finite"]
         capacity, counts = np.int32(len(room["index"])), room["counts"]
         # In these two blocks depend on one another: more than there is room for would wait to no purpose.
         counting, writing = device.wave(SELECTING, digits), device.wave(SELECTING, write)
