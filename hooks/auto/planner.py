@@ -20,9 +20,7 @@ from ..exchanges import (
     Dense,
     Exchange,
     Hierarchical,
-    MaskedMean,
     NonZeroBlocks,
-    TwoPass,
     possible,
     serving,
 )
@@ -68,9 +66,8 @@ def check_exchange(exchange: str, codec: Codec, besides: Sequence[str] = ("auto"
         raise ValueError(f"exchange={exchange!r}: expected one of {names}")
     able = possible(codec)
     if exchange in EXCHANGES and exchange not in able:
-        kinds = {"two_pass": "a block codec", "mask": "TopK", "factors": "a low-rank codec", "blocks": "Identity()"}
-        names, kind = ", ".join(map(repr, able)), kinds.get(exchange, "a sparse codec")
-        raise ValueError(f"exchange={exchange!r} needs {kind}, not {codec}: use one of {names}")
+        names, needs = ", ".join(map(repr, able)), EXCHANGES[exchange].needs
+        raise ValueError(f"exchange={exchange!r} needs {needs}, not {codec}: use one of {names}")
 
 
 @dataclass(frozen=True)
@@ -114,9 +111,7 @@ def compressed(
     names = (what.codec.exchange,) if what.codec.exchange else possible(what.codec)
     able = [serving(name, inline) for name in names if name != Dense.name]
     able = [exchange for exchange in able if not (exchange.syncs_host and inline)]
-    # Two ranks receive about as much by one pass as by two.
-    direct = [exchange for exchange in able if what.world_size > 2 or exchange not in (TwoPass, MaskedMean)]
-    estimates = [exchange.estimate(flat, what) for exchange in direct]
+    estimates = [exchange.estimate(flat, what) for exchange in able if what.world_size >= exchange.least_ranks]
     if nodes is not None:
         estimates += [Hierarchical.estimate_around(exchange, nodes, what) for exchange in able]
     return estimates

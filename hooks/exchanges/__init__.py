@@ -6,8 +6,6 @@ To add one, derive from `Exchange` and call `register`.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from ...compress.codec import Codec
 from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
 from .dense import Dense
@@ -40,8 +38,8 @@ __all__ = [
     "serving",
 ]  # fmt: skip
 
-#: Their names, those of registered classes apart.
-ExchangeKind = Literal["gather", "two_pass", "mask", "union", "split", "factors", "blocks", "dense"]
+#: The name of one.
+ExchangeKind = str
 #: By name; of equally fast ones "auto" takes the first.
 EXCHANGES: dict[str, type[Exchange]] = {}
 
@@ -62,11 +60,7 @@ for _exchange in (Gather, TwoPass, MaskedMean, Union, Split, Factors, NonZeroBlo
 
 
 #: Reduce-scatters, for sharded training, by the name of the exchange that they are half of.
-SCATTERS: dict[str, type[ReduceScatter]] = {
-    "auto": ReduceScatter,
-    MaskedMean.name: MaskedReduceScatter,
-    NonZeroBlocks.name: BlocksReduceScatter,
-}
+SCATTERS = {kind.half_of: kind for kind in (ReduceScatter, MaskedReduceScatter, BlocksReduceScatter)}
 
 
 def possible(codec: Codec) -> tuple[str, ...]:

@@ -90,6 +90,10 @@ class Exchange(ABC):
     """
 
     name: ClassVar[str]
+    #: The codecs that it carries, for an error.
+    needs: ClassVar[str] = "another codec"
+    #: Fewer ranks receive about as much by one pass, in fewer messages: "auto" leaves it out there.
+    least_ranks: ClassVar[int] = 2
     #: The host waits for sizes from the device.
     syncs_host: ClassVar[bool] = False
     #: Takes this class's place where the host must not wait for the device, as over NCCL.

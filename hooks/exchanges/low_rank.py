@@ -29,7 +29,7 @@ class Factors(Exchange):
     differ from it, and their mean does not.
     """
 
-    name = "factors"
+    name, needs = "factors", "a low-rank codec"
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)

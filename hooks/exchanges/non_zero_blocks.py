@@ -39,7 +39,7 @@ class NonZeroBlocks(Exchange):
     all-reduce and the bitmaps. Sums are of float32 in rank order, from zero, and rounded once: a dense mean's bits.
     """
 
-    name = "blocks"
+    name, needs = "blocks", "Identity()"
     syncs_host = True
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
@@ -181,7 +181,7 @@ class Parcels:
 class BlocksReduceScatter(ReduceScatter):
     """`NonZeroBlocks` for sharded training: rows are the owners', and means stay with them. Bitmaps go in front."""
 
-    name = "blocks reduce_scatter"
+    name, half_of = "blocks reduce_scatter", NonZeroBlocks.name
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class ReduceScatter(Exchange):
     """
 
     name = "reduce_scatter"
+    #: The argument `exchange` that asks for it: the exchange that it is half of.
+    half_of: ClassVar[str] = "auto"
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)

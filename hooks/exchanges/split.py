@@ -66,7 +66,7 @@ class Split(EntryExchange):
     Entries are on the host, wherever the gradient is.
     """
 
-    name = "split"
+    name, needs = "split", "a sparse codec"
     device_variant = FixedSizeSplit
     concludes = True
 

@@ -18,7 +18,7 @@ class TwoPass(Exchange):
     """All-to-all of slices of the wire, mean, encode again, all-gather: DoubleSqueeze (Tang et al., ICML 2019) with all
     ranks as servers. 2·w·(P-1)/P bytes received."""
 
-    name = "two_pass"
+    name, needs, least_ranks = "two_pass", "a block codec", 3
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)

@@ -29,7 +29,7 @@ class Union(EntryExchange):
     """Every rank sends its values at all indices that any rank has selected, so more is applied than was selected.
     (P-1)·k·i + 8·u·(P-1)/P bytes received, i for an index, u in the union."""
 
-    name = "union"
+    name, needs = "union", "a sparse codec"
     device_variant = FixedSizeUnion
 
     @classmethod
