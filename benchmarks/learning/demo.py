@@ -220,7 +220,9 @@ def report(runs: Sequence[Run], content: dict[str, Any], output: str) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gradwire.benchmarks.learning.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="gradwire.benchmarks.learning.demo", description=__doc__ and __doc__.splitlines()[0]
+    )
     parser.add_argument("--seeds", type=positive, default=1, help="train every arm with seeds 0 to N-1 (1)")
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"optimizer steps ({STEPS})")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="after the warm-up")
@@ -245,7 +247,8 @@ def arms(text: str) -> tuple[Arm, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if "RANK" not in os.environ:
-        print(f"The demo needs several processes: {__doc__.split(chr(10))[2].strip()}", file=sys.stderr)
+        how = "torchrun --standalone --nproc-per-node 2 -m gradwire.benchmarks.learning.demo"
+        print(f"The demo needs several processes: {how}", file=sys.stderr)
         return 2
     dist.init_process_group("gloo")
     rank, start = dist.get_rank(), time.monotonic()

@@ -38,6 +38,8 @@ from .flags import Distance
 from .verification import Proof, proven
 
 INTERFACE = "link0"
+#: Bits a second of the slowest links.
+SLOWEST = 10**6
 _SEARCH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 #: TCP's settings that decide what it does at a distance; a proof names them.
 _TCP = ("congestion_control", "wmem", "rmem", "slow_start_after_idle")
@@ -89,6 +91,7 @@ class Loopback(Processes):
 
     rate: int | None = None
     delay: float = 0.0
+    burst = 0
     per_node = 1
 
     def run_proven(
@@ -101,7 +104,7 @@ class Loopback(Processes):
     ) -> tuple[Proof | None, list[Any]]:
         """As `run`, after a proof by the same processes that the links run at their rate; a loopback has none: None.
 
-        The proof is an all-reduce, of one rank on each node, whose bytes need 20 ms, and which takes 20 ms. All-reduce,
+        The proof is an all-reduce, of one rank on each node, whose bytes need 20 ms, on slow links more. All-reduce,
         because Gloo's keeps a link full; its all-gather of megabytes wavers between 1 and 1.5 times that. At a distance
         pings and streams show more (see `verification`).
 
@@ -117,7 +120,8 @@ class Loopback(Processes):
         if self.rate is None:
             return None, [] if function is None else self.run(function, arguments, timeout, follow)
         size = self.world_size // self.per_node
-        numel = max(size, round(self.rate / 8 * verification.SECONDS / 8 * size / (size - 1)))
+        sends = max(self.rate / 8 * verification.SECONDS, verification.BURSTS * self.burst)
+        numel = max(size, round(sends / 8 * size / (size - 1)))
         job: dict[str, Any] = {"numel": numel, "repeats": 5 if self.delay else 15, "per_node": self.per_node}
         job |= {"piece": verification.stream_bytes(self.rate) if self.delay else 0, "arguments": dict(arguments)}
         job["function"] = None if function is None else path_of(function)
@@ -159,6 +163,8 @@ class ShapedLinks(Loopback):
             raise ValueError(
                 f"{per_node} ranks a node: expected a divisor of the world size {world_size}, less than it"
             )
+        if rate < SLOWEST:
+            raise ValueError(f"{rate} bit/s: links run at 1mbit or more, as it takes minutes to prove slower ones")
         super().__init__(world_size)
         self.per_node, self.nodes = per_node, world_size // per_node
         self.rate = rate

@@ -24,6 +24,8 @@ from ..common.report import median
 TOLERANCE = 1.3
 #: Seconds of sending that an all-reduce takes.
 SECONDS = 0.02
+#: At least so many times what passes unshaped after an idle moment, so that the proof on a slow link is of its rate.
+BURSTS = 16
 #: Pieces of a stream, each a tenth of a second of the link: first untimed, as TCP's window opens, then timed.
 PIECES_FIRST, PIECES, PIECE_SECONDS = 10, 5, 0.1
 #: How much longer than two ways a ping may take: a share of them, and seconds that busy processors need to answer.

@@ -23,7 +23,7 @@ def data() -> TensorDataset:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--resume", help="a folder that save_state has written, such as checkpoints/epoch-1")
     parser.add_argument("--density", type=float, default=0.02, help="the part of each gradient that is sent")

@@ -21,7 +21,7 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--resume", help="a checkpoint, such as checkpoints/checkpoint-40")
     args = parser.parse_args()

@@ -69,6 +69,22 @@ def test_slow_links_may_be_used_if_the_table_says_so() -> None:
         verification.check_proof({**slow, "fastest_s": 0.01}, "links", strict=False)
 
 
+def test_what_passes_unshaped_is_little_of_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On links of 10 Mbit/s 16 KB were two thirds of it."""
+    slow, jobs = links.ShapedLinks(2, 10**7), list[dict[str, Any]]()
+
+    def run(function: Any, job: dict[str, Any], *_: Any) -> list[dict[str, Any]]:
+        jobs.append(job)
+        return [{"times": [1.0], "result": None}] * 2
+
+    monkeypatch.setattr(slow, "run", run)
+    shown, _ = slow.run_proven(None, {}, 1.0)
+    assert shown is not None
+    assert shown["bytes_sent"] == 4 * jobs[0]["numel"] >= 16 * slow.burst
+    with pytest.raises(ValueError, match="1mbit or more"):
+        links.ShapedLinks(2, 10**6 - 1)
+
+
 @pytest.fixture
 def no_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ordinary user, on a machine without user namespaces."""
