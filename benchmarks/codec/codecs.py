@@ -185,8 +185,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     figure, axes = report.subplots(figsize=(8.5, 1.4 + 0.5 * len(rows)))
     for place, (name, colour) in enumerate(COLOURS.items()):
         values = [row["ratio_to_add"][name] for row in rows]
-        where = [i + 0.38 * (place - 0.5) for i in range(len(rows))]
-        bars = axes.barh(where, values, height=0.36, color=colour, label=bar_label(name, result))
+        places = [i + 0.38 * (place - 0.5) for i in range(len(rows))]
+        bars = axes.barh(places, values, height=0.36, color=colour, label=bar_label(name, result))
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, bbox={"facecolor": "white", "edgecolor": "none"})
     axes.axvline(1, color="black", linewidth=1.2, linestyle="--", label="torch.add: the roofline")
     axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
