@@ -250,12 +250,10 @@ def summed_on_two_streams(world: World, rank: int) -> list[list[float]]:
     for number in range(2):
         with torch.cuda.stream(torch.cuda.Stream()):
             entries = Entries(on_gpu(torch.arange(4, dtype=torch.int32)), on_gpu(torch.full((4,), 1.0 + number)))
-            out, exchanger = (
-                on_gpu(torch.zeros(4)),
-                EntryExchanger(4, torch.float32, DEVICE, group, pool_of(group, DEVICE)),
-            )
+            total = on_gpu(torch.zeros(4))
+            exchanger = EntryExchanger(4, torch.float32, DEVICE, group, pool_of(group, DEVICE))
             call = Call(exchanger, entries, 4, [], cost.Decision("gather", ()), 1.0, 0)
-            results.append((torch.cuda.current_stream(), fill(out, reduce(call))))  # type: ignore[arg-type]
+            results.append((torch.cuda.current_stream(), fill(total, reduce(call))))  # type: ignore[arg-type]
     found = []
     for stream, out in results:
         with torch.cuda.stream(stream):

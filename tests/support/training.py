@@ -39,7 +39,7 @@ def convnet(width: int = 64) -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def perceptron(inputs: int = 40, width: int = 64, layers: int = 3) -> nn.Module:
+def perceptron(inputs: int = 40, width: int = 64, layers: int = 3) -> nn.Sequential:
     torch.manual_seed(7)
     sizes = [inputs, *[width] * layers]
     linear: Iterable[list[nn.Module]] = ([nn.Linear(a, b), nn.Tanh()] for a, b in itertools.pairwise(sizes))
