@@ -117,7 +117,17 @@ class OutlierKernels(Kernels[Outliers]):
         workspace = Workspace.on(device)
         for part in (codec.selection, codec.inner):
             self._part(part, numel, workspace)
+        self._sum(numel, workspace)
         return workspace
+
+    @staticmethod
+    def _sum(numel: int, workspace: Workspace) -> Tensor:
+        """Memory for float32 [n + 1], made when it is first asked for."""
+        found: Tensor | None = workspace.buffers.get(("sum", numel))
+        if found is None:
+            found = torch.zeros(numel + 1, dtype=torch.float32, device=workspace.status.device)
+            workspace.buffers["sum", numel] = found
+        return found
 
     def _part(self, codec: Codec, numel: int, workspace: Workspace) -> tuple[Kernels, Workspace]:
         """The kernels of the selection or of the inner code, and their memory, made when it is first asked for."""
@@ -136,45 +146,53 @@ class OutlierKernels(Kernels[Outliers]):
             inner.prepare(codec.inner, kind, device)
 
     def encode(self, codec: Outliers, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+        total = self._sum(len(x), workspace)
+        total[:-1].copy_(x)
         indices, values, blocks = wire.split(codec.part_bytes(len(x)))
-        x = x.float()
-        row, found, chosen = self._select(codec, x, workspace)
+        row, found, taken = self._select(codec, total, workspace)
+        total.index_fill_(0, torch.where(taken, row[1:], len(x)).long(), 0.0)
         inner, room = self._part(codec.inner, len(x), workspace)
-        inner.encode(codec.inner, x.masked_fill(chosen, 0.0), blocks, draw, room)
+        inner.encode(codec.inner, total[:-1], blocks, draw, room)
         self.entries.pack_indices(row[1:], row[:1], 0, len(x), indices)
         self.entries.pack_values(found, codec.values, values)
 
     def encode_feedback(
         self, codec: Outliers, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
+        total = self._sum(len(grad), workspace)
+        torch.add(grad, residual, out=total[:-1])
         indices, values, blocks = wire.split(codec.part_bytes(len(grad)))
-        row, found, chosen = self._select(codec, grad.float() + residual, workspace)
+        row, found, taken = self._select(codec, total, workspace)
+        total[:-1].copy_(grad)
+        total.index_fill_(0, torch.where(taken, row[1:], len(grad)).long(), 0.0)
+        # Of the residual there is no element behind the last: the first place taken, if any, stands in for others.
+        at = torch.where(taken, row[1:], row[1:].gather(0, taken.byte().argmax()[None])).long()
+        residual.index_copy_(0, at, residual[at].masked_fill_(taken.any(), 0.0))
         inner, room = self._part(codec.inner, len(grad), workspace)
-        rest, kept = grad.masked_fill(chosen, 0.0), residual.masked_fill_(chosen, 0.0)
-        inner.encode_feedback(codec.inner, rest, kept, blocks, draw, room)
+        inner.encode_feedback(codec.inner, total[:-1], residual, blocks, draw, room)
         self.entries.pack_indices(row[1:], row[:1], 0, len(grad), indices)
         # What the values' rounding leaves goes over what the inner code has left there.
         self.entries.pack_values(found, codec.values, values, row[1:], row[:1], residual)
 
-    def _select(self, codec: Outliers, x: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        """The largest of x, float32 [n]: a row of plain entries, int32 [1 + k], their values, float32 [k], and which
-        elements are among them and finite, bool [n]: others stay, so that their blocks show that they are not."""
-        numel, k, device = len(x), codec.k(len(x)), x.device
+    def _select(self, codec: Outliers, total: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+        """The largest of the first n, float32 [n + 1]: a row of plain entries, int32 [1 + k], their values, float32
+        [k], and which are taken from the inner code, bool [k]: others are not finite, which their blocks must show."""
+        numel, device = len(total) - 1, total.device
+        k = codec.k(numel)
         row = torch.zeros(1 + k, dtype=torch.int32, device=device)
         values = torch.zeros(k, dtype=torch.float32, device=device)
         _, room = self._part(codec.selection, numel, workspace)
-        self.topk.encode_raw(codec.selection, x, None, row, values, None, room)
-        taken = (torch.arange(k, device=device) < row[:1]) & values.isfinite()
-        chosen = torch.zeros(numel + 1, dtype=torch.bool, device=device)
-        return row, values, chosen.index_fill_(0, torch.where(taken, row[1:], numel).long(), True)[:numel]
+        self.topk.encode_raw(codec.selection, total[:-1], None, row, values, None, room)
+        return row, values, (torch.arange(k, device=device) < row[:1]) & values.isfinite()
 
     def decode_add(self, codec: Outliers, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        total = torch.cat([out, out.new_zeros(1)])
+        total = self._sum(len(out), workspace)
+        total[:-1].copy_(out)
         self._add(codec, parts_of(codec, wire, len(out)), total, alpha, workspace)
         out.copy_(total[:-1])
 
     def decode_mean(self, codec: Outliers, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        total = torch.zeros(len(out) + 1, dtype=torch.float32, device=out.device)
+        total = self._sum(len(out), workspace).zero_()
         self._add(codec, wires, total, 1.0, workspace)
         divide(total[:-1], len(wires[0]), out)
 

@@ -182,7 +182,7 @@ def ends(rank: int, front: str, codec: Codec, options: dict[str, Any], saves: Co
         model, state = wrap(perceptron(), codec, **options)
     elif front == "fsdp":
         model = perceptron()
-        for module in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):  # type: ignore[attr-defined]
+        for module in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
             fully_shard(module, mesh=mesh_of((2, 1))["shard"])
         state = compress_fsdp(model, codec, mesh=mesh_of((2, 1))["replicate"], **options)
     else:

@@ -592,7 +592,7 @@ def test_other_fronts_may_be_made_and_loaded_in_inference_mode(rank: int) -> Non
         model(batch(rank, step, model)).square().mean().backward()
 
     model = perceptron()
-    some, others = (list(layer.parameters()) for layer in (model[:2], model[2:]))  # type: ignore[index]
+    some, others = (list(layer.parameters()) for layer in (model[:2], model[2:]))
     with torch.inference_mode():
         optimizer = OneBitAdam(some, warmup_steps=1)
         optimizer.add_param_group({"params": others})
