@@ -159,7 +159,7 @@ class CompressState(State):
         step = self._open or self._begin(reducer)
         step.names |= bucket.names
         if first:
-            step.own = AtEnd(partial(self._ended, step), partial(self._discard, step)).queue()
+            step.own = self._queue_end(step)
             # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
             joins, step.of_present = join_mode(self._ddp())
             scaling = self._scaler_sync.loss_scale.scaling(read=joins) if step.own else None
@@ -169,7 +169,7 @@ class CompressState(State):
             future = self.overlap.take(step, bucket, buffer, future)
         if grad_bucket.is_last():
             self._buckets = {index: b for index, b in self._buckets.items() if index <= bucket.index}
-            self._close(step, reducer)
+            self._close_step(step, reducer)
             if not AtEnd(partial(self._deliver, step), partial(self._discard, step)).queue():
                 self._discarded.expect(step)
         return future
@@ -296,14 +296,11 @@ class CompressState(State):
                 "consolidated_state_dict(), which loads anywhere",
                 stacklevel=2,
             )
-        step = self._open = reducer.begin(self._step, self._options.choice(self._step))
-        return step
+        return super()._begin(reducer)
 
-    def _close(self, step: Step, reducer: Reducer) -> None:
-        """End a step whose buckets have all been submitted."""
-        self._open = self._dense_path = None
-        self._step = step.number + 1
-        reducer.end(step)
+    def _close_step(self, step: Step, reducer: Reducer) -> None:
+        self._dense_path = None
+        super()._close_step(step, reducer)
 
     @part_of_step
     def _ended(self, step: Step) -> None:
@@ -312,7 +309,7 @@ class CompressState(State):
             return
         # If DDP skips buckets, the last one is not known in advance; a static graph's first pass marks none as last.
         if getattr(self._ddp(), "skip_all_reduce_unused_params", False) or len(step.names) == len(self._parameters):
-            self._close(step, self._reducer)
+            self._close_step(step, self._reducer)
             self._deliver(step)
 
     @part_of_step
@@ -326,7 +323,7 @@ class CompressState(State):
             at_end(self.overlap.backward_ended)
             return
         try:
-            interruption = waited(pipeline.wait, lambda _: pipeline.failed)
+            interruption = self._await_means()
             if model is not None:
                 self._discarded.look(model)
         except Exception:
@@ -343,15 +340,13 @@ class CompressState(State):
 
     @undivided
     def _discard(self, step: Step) -> None:
-        """Give up a step: its backward pass has raised."""
         if step is self._open:
-            self._open, self._dense_path, self._step = None, None, step.number + 1
-            if self._reducer is not None:
-                self._reducer.session.raised(step.number, step.names)
+            self._dense_path = None
+        super()._discard(step)
+
+    def _dropped(self) -> None:
         if self.overlap is not None:
             self.overlap.drop()
-        if self._reducer is not None:
-            self._discarded.discard(step, self._reducer.session.pipeline)
 
     @undivided
     def give_up(self, step: Step, names: set[str]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
@@ -14,23 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import __version__
-from ...compress.deprecated import former_property
-from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
 from ..comm.between_steps import between_steps, undivided, within_step, within_steps_too
 from ..core.bucket import Bucket
 from ..core.checkpoint import Checkpoint, idle_names
 from ..core.dense_path import DensePath
+from ..core.front import BackwardFront
 from ..core.options import Exclude, Options, check_dtypes, excluded_names
 from ..core.reducer import Reducer
-from ..core.session import Session
 from ..core.sparse_gradient import SparseGradient, sparse_names
-from ..core.statistics import Counted, Statistics
-from ..core.step import Step
+from ..core.statistics import Statistics
 from ..timeouts import HANDSHAKE_TIMEOUT
-from ..training.autograd_end import in_backward
-from ..training.grad_scaler import LossScale, ScalerSync
+from ..training.grad_scaler import LossScale
 from ..training.optimizer_checks import expect_optimizer
 from ..training.weak_method import weakly
 from .ddp_options import check_options
@@ -43,7 +37,7 @@ from .untrained import Untrained
 OF_PROCESS = ("_reducer", "_buckets", "_names", "_open", "_dense_path", "_untrained", "_discarded", "_known", "overlap")
 
 
-class State(Counted):
+class State(BackwardFront):
     """The part of `CompressState` outside a step.
 
     Args:
@@ -51,16 +45,14 @@ class State(Counted):
         exclude, grad_scaler, process_group: `CompressState`'s.
     """
 
-    _reducer: Reducer | None
+    _owner = "CompressState"
     _buckets: dict[int, Bucket | SparseGradient]
     _names: dict[int, str]
-    _open: Step | None  # the step in progress, from its first bucket to its last
     _dense_path: DensePath | None  # reduces steps without the pipeline
     _untrained: Untrained | None  # as of the last check
     _known: Callable[[], Tensor | None]  # the first bucket's buffer, once it is known to be of this model
     _closed = False
     _resumed: int | None = None  # the step as of the last load or copy
-    _in_step = in_backward
     overlap: Any = None  # an `OverlapForward` that is not closed: it waits for means later than DDP
 
     def __init__(
@@ -73,7 +65,6 @@ class State(Counted):
         self._options = self._given_options = options
         self._exclude = exclude
         self._parameters: dict[str, nn.Parameter] = {}
-        self._device = torch.device("cpu")
         self._excluded: frozenset[str] = frozenset()
         self._sparse: frozenset[str] = frozenset()
         self._model: Callable[[], DistributedDataParallel | None] | None = None
@@ -82,9 +73,8 @@ class State(Counted):
         self._loaded: tuple[dict[str, Any], bool] | None = None
         self._step = self._saves = 0
         self._warned = False
-        self._feedback = FeedbackStore()
-        self._scaler_sync = ScalerSync(LossScale(None), self._feedback)
-        self._discarded = UnusedMeans(self._parameters, self._feedback)
+        self._keep(None)
+        self._discarded: UnusedMeans = UnusedMeans(self._parameters, self._feedback)
         self._statistics = Statistics()
         self._model_group: dist.ProcessGroup | None = None
         self._given_group = process_group
@@ -125,26 +115,6 @@ class State(Counted):
                 "a state cannot begin or cease to follow a GradScaler: make another and load its state_dict()"
             )
         self._scaler_sync.loss_scale = new
-
-    @property
-    def step(self) -> int:
-        """Synchronised backward passes so far."""
-        return self._step
-
-    @property
-    def tuning(self) -> bool:
-        """True while "auto" times steps with and without compression: over Gloo for dozens of steps."""
-        if not within_step(self):
-            self._flush()
-        return self._reducer is not None and self._reducer.controller.tuning
-
-    deciding = former_property("deciding", "tuning")
-
-    def statistics(self) -> Statistics:
-        """This rank's counts so far; within a step without a wait for what is in flight."""
-        if not within_step(self):
-            self._flush()
-        return self._statistics.copied()
 
     @property
     def failed(self) -> bool:
@@ -253,9 +223,7 @@ class State(Counted):
         self._options.check(dist.get_world_size(model.process_group))
         check_options(model, self._options.strategy)
         if not self._bound:
-            loss_scale = LossScale(self._scaler)
-            self._feedback = FeedbackStore(self._options.strategy, keep_previous=loss_scale.skips)
-            self._scaler_sync = ScalerSync(loss_scale, self._feedback)
+            self._keep(self._options.strategy, LossScale(self._scaler))
         check_dtypes(self._parameters)
         self._sparse = sparse_names(module_of(model), self._parameters)
         if self._sparse and self._options.keeps_all:
@@ -271,10 +239,6 @@ class State(Counted):
     def _find_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
         """The model of a copied state, which the state knows if both were copied at once."""
         return self._ddp() or find_owner(self, parameter)
-
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._reducer is not None:
-            self._options.check_optimizer(optimizer)
 
     def _expect_model(self, what: str) -> None:
         if not self._bound:
@@ -367,13 +331,12 @@ class State(Counted):
         with torch.inference_mode(False):
             saved, vectors = self._checkpoint.read(state_dict, strict)
             self._idle()
-            self._checkpoint.load(saved, vectors)
-            self._step = self._resumed = saved["step"]
+            self._resume(saved, vectors)
             self._scaler_sync.loaded(saved["scale"])
-            self._options = replace(self._options, seed=saved["seed"])  # a `bind` that fails takes it back
-            if self._reducer is not None:
-                self._reducer.forget(self._options.seed, self._buckets.values())
-            self._dense_path = None
+            self._resumed, self._dense_path = self._step, None
+
+    def _made_buckets(self) -> Iterable[Bucket | SparseGradient]:
+        return self._buckets.values()
 
     @property
     def _checkpoint(self) -> Checkpoint:
@@ -430,23 +393,19 @@ class State(Counted):
         self._names = {id(p): name for name, p in self._parameters.items()}
 
     @undivided
-    @torch.inference_mode(False)  # a step changes what is made here
     def _connect(self, problem: Exception | None) -> Reducer:
         """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any."""
         options, self._closed = self._options, False
-        session = Session(
-            "CompressState", self._group, self._device, self._description, problem, given=self._given_group,
+        reducer = self._meet(
+            problem, clean=self._step == 0,
+            numel=sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse),
             topology=options.topology if options.exchange in ("auto", "hierarchical") else None,
-            fallback=options.fallback, probes=options.exchange == "auto",
+            given=self._given_group, fallback=options.fallback, probes=options.exchange == "auto",
             dense_path=not self._scaler_sync.skips,  # a step that may be undone has to be remembered
-            entropy_coding=options.entropy_coding,
         )  # fmt: skip
-        parts = self._feedback, self._scaler_sync, self._statistics
-        numel = sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse)
-        reducer = self._reducer = Reducer(session, *parts, options.seed, clean=self._step == 0, numel=numel)
         reducer.controller.follow(options.choice(self._step))
         if self.overlap is not None:
-            session.order_messages()
+            reducer.session.order_messages()
         return reducer
 
     @between_steps
@@ -487,16 +446,11 @@ class State(Counted):
 
     def _description(self) -> dict[str, Any]:
         return {
-            "version": __version__,
-            **self._options.describe(dist.get_world_size(self._group)),
+            **super()._description(),
             "grad_scaler": self._scaler_sync.skips,
             "step": self._step,
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded, self._sparse),
         }
-
-    def _flush(self) -> None:
-        if self._reducer is not None:
-            self._reducer.flush()
 
     def _idle(self) -> None:
         """Wait for queued work, and for the return of means that follows from it."""
