@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,22 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ... import __version__
-from ...compress.deprecated import former_property
-from ...compress.feedback.store import FeedbackStore
 from ..comm import handshake
-from ..comm.between_steps import Reentered, between_steps, undivided, within_step
+from ..comm.between_steps import Reentered, between_steps, undivided
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..core.announcement import Announcement, digest
+from ..core.bucket import Bucket
 from ..core.discarded import DiscardedMeans
+from ..core.front import BackwardFront
 from ..core.options import Exclude, excluded_names
-from ..core.reducer import Reducer
-from ..core.session import Session
-from ..core.statistics import Counted, Statistics
+from ..core.statistics import Statistics
 from ..core.step import Step
-from ..training.autograd_end import AtEnd, in_backward, raise_at_end, waited
-from ..training.grad_scaler import LossScale, ScalerSync
+from ..training.autograd_end import raise_at_end, waited
 from ..training.optimizer_checks import expect_optimizer
 from . import gloo_reduce_scatter as direct
 from .checkpoint import ShardedCheckpoint
@@ -86,10 +83,10 @@ class _Submitted:
     future: torch.futures.Future[Tensor]
 
 
-class FSDPState(Counted):
+class FSDPState(BackwardFront):
     """The state of `compress_fsdp` with `mesh`; the model's hooks hold it."""
 
-    _in_step = in_backward
+    _owner, _closed_text = "compress_fsdp", "closed: call compress_fsdp again"
 
     @torch.inference_mode(False)  # a step changes what is made here
     def __init__(self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None) -> None:
@@ -99,11 +96,8 @@ class FSDPState(Counted):
         self._shards, self._frozen = list[Shards](), list[Shards]()
         self._parameters: dict[str, nn.Parameter] = {}
         self._excluded: frozenset[str] = frozenset()
-        self._open: Step | None = None
         self._submitted: list[_Submitted] = []
-        self._step = 0
         self._statistics = Statistics()
-        self._device = torch.device("cpu")
         problem: Exception | None = None
         try:
             self._find(model, mesh)
@@ -112,56 +106,25 @@ class FSDPState(Counted):
             options.prepare(0, (shards.bucket_dtype for shards in self._shards), self._device)
         except Exception as error:  # the other ranks must hear of any error
             problem = error
-        self._feedback = FeedbackStore(options.strategy)
+        self._keep(options.strategy)
         self._discarded = DiscardedMeans(self._feedback)
-        session = Session(
-            "compress_fsdp", self._group, self._device, self._description, problem,
-            fallback=options.fallback, probes=options.exchange == "auto",
-            entropy_coding=options.entropy_coding,
-        )  # fmt: skip
-        self._reducer: Reducer | None = Reducer(
-            session,
-            self._feedback,
-            ScalerSync(LossScale(None), self._feedback),
-            self._statistics,
-            options.seed,
-            clean=True,
-            numel=sum(shards.numel for shards in self._shards),
+        session = self._meet(
+            problem, clean=True, numel=sum(shards.numel for shards in self._shards),
             speaks=all(dist.get_rank(shards.process_group) == 0 for shards in self._shards),
-        )
+            fallback=options.fallback, probes=options.exchange == "auto",
+        ).session  # fmt: skip
         self._uses = _UsedParameters(session.control.channel("used parameters"))
         for shards in self._shards:
             shards.attach(self._reduce)
         for shards in self._frozen:  # if they are trained later on, nothing reduces them among the replicas
             shards.watch()
         direct.install(self._shards)
-        self._by_hand = ByHand(model, lambda: self._ended(self._open), lambda: self._discard(self._open))
+        self._by_hand = ByHand(model, lambda: self._ended(self._open), self._raised)
         expect_optimizer(self, self._parameters.values(), type(self)._check_optimizer)
 
     def __repr__(self) -> str:
         shards = f"{len(self._parameters)} parameters' shards"
         return f"<FSDPState of {shards}: {self._options.codec_text} by {self._options.exchange!r}, step {self._step}>"
-
-    @property
-    def step(self) -> int:
-        """Number of backward passes so far that exchanged gradients."""
-        return self._step
-
-    @property
-    def tuning(self) -> bool:
-        """True while "auto" times steps with and without compression: over Gloo for some twenty steps."""
-        reducer = self._running()
-        if not within_step(self):
-            reducer.flush()
-        return reducer.controller.tuning
-
-    deciding = former_property("deciding", "tuning")
-
-    def statistics(self) -> Statistics:
-        """This rank's counts so far; within a step without a wait for what is in flight."""
-        if self._reducer is not None and not within_step(self):
-            self._reducer.flush()
-        return self._statistics.copied()
 
     @between_steps
     def close(self) -> None:
@@ -204,9 +167,8 @@ class FSDPState(Counted):
         if step is None:
             if not self._uses.agree():  # over NCCL, where the host has not waited for the last comparison
                 raise RuntimeError(UNEQUAL)
-            step = self._open = reducer.begin(self._step, self._options.choice(self._step))
-            ends = partial(self._ended, step), partial(self._discard, step)
-            outside = not self._by_hand.active and not AtEnd(*ends).queue()
+            step = self._begin(reducer)
+            outside = not self._by_hand.active and not self._queue_end(step)
             reducer.announce_step(step, bucket, 0, None)
         step.names |= bucket.names
         future = reducer.reduce(step, bucket, buffer)
@@ -229,9 +191,7 @@ class FSDPState(Counted):
         """End a step: the pass is over, or the next gradients are of a module that is in this step already."""
         if step is None or step is not self._open or self._reducer is None:
             return
-        self._open = None
-        self._step += 1
-        self._reducer.end(step)
+        self._close_step(step, self._reducer)
         pipeline, submitted = self._reducer.session.pipeline, self._submitted
         used = repr((step.number, sorted((part.shards.index, sorted(part.names)) for part in submitted)))
         self._uses.tell(used)
@@ -253,7 +213,7 @@ class FSDPState(Counted):
     def _deliver(self, step: Step, pipeline: Pipeline, interruption: BaseException | None) -> None:
         """Wait for the means, and add them as FSDP would; then raise `interruption`, from a signal handler."""
         try:
-            interruption = waited(pipeline.wait, lambda _: pipeline.failed) or interruption
+            interruption = self._await_means() or interruption
         except Exception:
             self._discard(step)
             raise
@@ -272,20 +232,15 @@ class FSDPState(Counted):
         if interruption is not None:
             raise_at_end(interruption)
 
-    @undivided
-    def _discard(self, step: Step | None) -> None:
-        """Give up a step: the pass has raised, here or on the pipeline, and no mean of it is applied."""
-        if step is None:
-            return
-        if step is self._open:
-            self._open, self._step = None, step.number + 1
-            if self._reducer is not None:
-                self._reducer.session.raised(step.number, step.names)
+    def _raised(self) -> None:
+        """A pass that is finalized by hand has raised."""
+        if self._open is not None:
+            self._discard(self._open)
+
+    def _dropped(self) -> None:
         for part in self._submitted:
             part.shards.held = frozenset()
         self._submitted.clear()
-        if self._reducer is not None:
-            self._discarded.discard(step, self._reducer.session.pipeline)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -325,10 +280,10 @@ class FSDPState(Counted):
         reducer = self._running()
         saved, vectors = self._checkpoint.read(state_dict, strict)
         reducer.flush()
-        self._feedback.load(vectors)
-        self._step, self._options.seed = saved["step"], saved["seed"]
-        buckets = (shards.made_bucket for shards in self._shards)
-        reducer.forget(self._options.seed, (bucket for bucket in buckets if bucket is not None))
+        self._resume(saved, vectors)
+
+    def _made_buckets(self) -> Iterable[Bucket]:
+        return [shards.made_bucket for shards in self._shards if shards.made_bucket is not None]
 
     @property
     def _checkpoint(self) -> ShardedCheckpoint:
@@ -336,11 +291,6 @@ class FSDPState(Counted):
         return ShardedCheckpoint(self._options, self._feedback, self._shards, self._step, idle)
 
     # -- what must be right ------------------------------------------------------------------------------------------
-
-    def _running(self) -> Reducer:
-        if self._reducer is None:
-            raise RuntimeError("this FSDPState is closed: call compress_fsdp again")
-        return self._reducer
 
     def _find(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Find all of the model's shards, and the names of their parameters.
@@ -364,16 +314,11 @@ class FSDPState(Counted):
         self._device = self._shards[0].group.device
         self._parameters = {n: p.sharded_param for shards in self._shards for n, p in shards.parameters.items()}
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._reducer is not None:
-            self._options.check_optimizer(optimizer)
-
     def _description(self) -> dict[str, Any]:
         first = self._shards[0]
         reduced = [f"{shards.module}: {shards.dtype}, shard {shards.rank} of {shards.size}" for shards in self._shards]
         return {
-            "version": __version__,
-            **self._options.describe(self._group.size()),
+            **super()._description(),
             "shard": f"{first.rank} of {first.size}",
             "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
             "FSDP's reductions": reduced,
