@@ -81,7 +81,7 @@ class OneBitAdam(ExchangingOptimizer):
     @property
     def warming_up(self) -> bool:
         """True if the next step is one of plain Adam."""
-        return self._steps < self._options.warmup_steps
+        return self._step < self._options.warmup_steps
 
     def _encoded(self, flat: FlatState) -> Tensor:
         group = self.param_groups[flat.group]
@@ -151,7 +151,7 @@ class OneBitAdam(ExchangingOptimizer):
     def _check_addition(self) -> None:
         if not self.warming_up:
             raise ValueError(
-                f"a group of parameters is added at step {self._steps}, after the {self._options.warmup_steps} of the "
+                f"a group of parameters is added at step {self._step}, after the {self._options.warmup_steps} of the "
                 "warm-up, so that they would have no variance: add it before, or make another OneBitAdam"
             )
 

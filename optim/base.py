@@ -11,19 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import __version__
 from ..compress.feedback.store import FeedbackStore
 from ..hooks.comm import handshake, pieces
-from ..hooks.comm.between_steps import between_steps, undivided, within_step
+from ..hooks.comm.between_steps import between_steps, undivided
 from ..hooks.comm.untraced import untraced
+from ..hooks.core.bucket import Bucket
 from ..hooks.core.checkpoint import MEAN, Checkpoint, Vectors
+from ..hooks.core.front import Front
 from ..hooks.core.options import Options, check_dtypes, check_whole
 from ..hooks.core.reducer import Reducer
-from ..hooks.core.session import Session
-from ..hooks.core.statistics import Counted, Statistics
+from ..hooks.core.statistics import Statistics
 from ..hooks.local_sgd.outer_sgd import fragments_of
-from ..hooks.training.autograd_end import waited
-from ..hooks.training.grad_scaler import LossScale, ScalerSync
 from .flat_state import FlatState
 from .groups import called, check_group
 from .replicated import Replicas
@@ -32,7 +30,7 @@ from .replicated import Replicas
 KEY = "gradwire"
 
 
-class ExchangingOptimizer(Counted, torch.optim.Optimizer):
+class ExchangingOptimizer(Front, torch.optim.Optimizer):
     """A torch optimizer whose `step` is a reduction through gradwire. `step` and `consolidated_state_dict` are
     collectives, and so is constructing it: ranks compare options and parameters, and start from the first rank's
     parameters.
@@ -58,8 +56,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
     found_inf: Tensor
     #: The step of the checkpoint loaded last, if its residuals are the ranks' means.
     _mean_step: int | None = None
-    #: None before the ranks have met, after `close`, and in a copy.
-    _reducer: Reducer | None = None
+    _closed_text = "closed, or a copy: make another, and load its state_dict() there"
 
     @torch.inference_mode(False)  # a step changes what is made here
     def __init__(
@@ -74,53 +71,46 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
             raise RuntimeError(
                 f"{self._owner} needs torch.distributed: call torch.distributed.init_process_group() first"
             )
-        self._ranks: Any = process_group or dist.group.WORLD
+        self._group: Any = process_group or dist.group.WORLD
         self._options, self._bucket_cap_mb = options, bucket_cap_mb
         self._buckets: list[FlatState] = []
         self._trained: set[int] = set()  # ids of their parameters
         self._replicas: Replicas | None = None
-        self._steps, self._statistics = 0, Statistics()
+        self._statistics = Statistics()
         problem: Exception | None = None
-        device, made = torch.device("cpu"), []
+        made: list[FlatState] = []
         try:
             super().__init__(params, defaults)
             self._check()
-            device = next(iter(self._named().values())).device
+            self._device = device = next(iter(self._named().values())).device
             made = self._made(0)
             choice = options.choice(options.warmup_steps)
             choice.codec.kernels(device).prepare(choice.codec, torch.float32, device)
             FeedbackStore(options.strategy).strategy.prepare(device)
         except Exception as error:  # the other ranks must hear of any error
             problem = error
-        session = Session(self._owner, self._ranks, device, self._description, problem)
-        self._feedback = FeedbackStore(options.strategy)
-        scaler_sync = ScalerSync(LossScale(None), self._feedback)
-        numel = sum(flat.bucket.numel for flat in made)
-        self._reducer = Reducer(
-            session, self._feedback, scaler_sync, self._statistics, options.seed, clean=False, numel=numel
-        )
+        self._keep(options.strategy)
+        self._meet(problem, clean=False, numel=sum(flat.bucket.numel for flat in made))
         self._begin(made)
 
     @property
-    def _owner(self) -> str:
+    def _owner(self) -> str:  # type: ignore[override]
         return type(self).__name__
 
     def __repr__(self) -> str:
         if self._reducer is None:
             return super().__repr__()
-        return f"{super().__repr__()}\n<{self._options.codec_text} by {self._options.exchange!r}, step {self._steps}>"
+        return f"{super().__repr__()}\n<{self._options.codec_text} by {self._options.exchange!r}, step {self._step}>"
 
     def statistics(self) -> Statistics:
         """This rank's counts so far; within a step without a wait for what is in flight."""
-        if not within_step(self):
-            self._running().flush()
-        return self._statistics.copied()
+        self._running()
+        return super().statistics()
 
     @between_steps
     def close(self) -> None:
         """Release the thread and the connections. Nothing can follow."""
-        if self._reducer is not None:
-            self._reducer.flush()
+        self._flush()
         self._reducer = None
 
     @torch.inference_mode(False)
@@ -134,7 +124,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
         problem: Exception | None = None
         added: list[FlatState] = []
         self._reducer.settle()
-        session.agree("add_param_group()", self._steps)
+        session.agree("add_param_group()", self._step)
         try:
             self._check_addition()
             super().add_param_group(param_group)
@@ -173,7 +163,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reducer, number = self._running(), self._steps
+        reducer, number = self._running(), self._step
         problem = self._adopt() or self._problem()
         if problem is not None:
             reducer.session.pipeline.wait()
@@ -186,15 +176,13 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
             sent.append(self._encoded(flat))
             futures.append(reducer.reduce(step, flat.bucket, sent[-1]))
         reducer.end(step)
-        pipeline = reducer.session.pipeline
-        # For all means before the first is used: an error leaves every parameter unchanged.
-        interruption = waited(pipeline.wait, lambda _: pipeline.failed)
+        interruption = self._await_means()  # before the first is used: an error leaves every parameter unchanged
         for future in futures:
             future.wait()
         step.reduced.clear()
         for flat, mean in zip(self._buckets, sent, strict=True):
             self._decoded(flat, self.param_groups[flat.group], mean)
-        self._steps += 1
+        self._step += 1
         if interruption is not None:
             raise interruption
         return loss
@@ -258,7 +246,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
             RuntimeError, ValueError: a rank is in another call, or at another step; or one is gone.
         """
         session = self._adopted().session
-        session.agree("consolidated_state_dict()", self._steps)
+        session.agree("consolidated_state_dict()", self._step)
         saved = super().state_dict()
         state = saved["state"] = copy.deepcopy(saved["state"])  # torch's shows the tensors that the next step changes
         own = [(flat, name, flat.flat[name].clone()) for flat in self._buckets for name in sorted(self.own)]
@@ -316,42 +304,34 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
             for handle in handles:
                 handle.remove()
         self._adopted()
-        self._follow(saved, vectors)
+        self._resume(saved, vectors)
 
-    def _follow(self, saved: Mapping[str, Any], vectors: Vectors | None) -> None:
-        """Go on from a checkpoint's step and seed, and from residuals if there are any."""
-        if vectors is not None:
-            self._checkpoint.load(saved, vectors)
-        self._steps, self._options.seed = saved["step"], saved["seed"]
-        self._mean_step = self._steps if vectors is not None and MEAN in saved["residuals"] else None
-        self._running().forget(self._options.seed, (flat.bucket for flat in self._buckets))
+    def _resume(self, saved: Mapping[str, Any], vectors: Vectors | None) -> None:
+        super()._resume(saved, vectors)
+        self._mean_step = self._step if vectors is not None and MEAN in saved["residuals"] else None
+
+    def _made_buckets(self) -> list[Bucket]:
+        return [flat.bucket for flat in self._buckets]
 
     def shared(self) -> dict[str, Any]:
         """The part of a checkpoint that the other ranks get from `hvd.broadcast_optimizer_state`, besides `state`.
         Residuals are a rank's own, but means that have just been loaded are everybody's."""
         self._adopted()
-        means = self._feedback.everything() if self._mean_step == self._steps else {}
+        means = self._feedback.everything() if self._mean_step == self._step else {}
         return self._checkpoint.export(MEAN, means)
 
     def follow_broadcast(self, shared: Mapping[str, Any]) -> None:
         """Take over `shared` of the root; the root does so too, as ranks compare how often they have loaded."""
         self._adopted()
         saved, vectors = self._checkpoint.read(shared, True)
-        self._follow(saved, vectors if any(vectors.values()) else None)
+        self._resume(saved, vectors if any(vectors.values()) else None)
 
     @property
     def _checkpoint(self) -> Checkpoint:
         named = self._named()
-        return Checkpoint(self._owner, self._options, self._feedback, named, self._ranks, self._steps, zeros=named)
+        return Checkpoint(self._owner, self._options, self._feedback, named, self._group, self._step, zeros=named)
 
     # -- what there is -------------------------------------------------------------------------------------------------
-
-    def _running(self) -> Reducer:
-        if self._reducer is None:
-            raise RuntimeError(
-                f"this {self._owner} is closed, or a copy: make another, and load its state_dict() there"
-            )
-        return self._reducer
 
     def _named(self) -> dict[str, nn.Parameter]:
         """The trained parameters, by their numbers in a state_dict."""
@@ -434,7 +414,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
             )
         for group in self.param_groups:
             self._check_group(group)
-        self._options.check(dist.get_world_size(self._ranks))
+        self._options.check(dist.get_world_size(self._group))
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for invalid options of a group."""
@@ -450,8 +430,7 @@ class ExchangingOptimizer(Counted, torch.optim.Optimizer):
         ]
         return {
             "optimizer": self._owner,
-            "version": __version__,
-            **self._options.describe(dist.get_world_size(self._ranks)),
+            **super()._description(),
             "bucket_cap_mb": self._bucket_cap_mb,
             "parameter groups": groups,
             "the parameters": handshake.describe_model(self._named(), ()),

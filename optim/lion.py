@@ -89,8 +89,8 @@ class DistributedLion(ExchangingOptimizer):
         flat.add_gradients(flat.exchanged_views, sign * (1.0 - first))
         vote(votes)
         if isinstance(self._options.codec, Votes):
-            rank, ranks = dist.get_rank(self._ranks), dist.get_world_size(self._ranks)
-            votes.masked_fill_(votes == 0, no_opinion(rank, self._steps, ranks))
+            rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+            votes.masked_fill_(votes == 0, no_opinion(rank, self._step, ranks))
         momentum.mul_(second)
         flat.add_gradients(flat.views["exp_avg"], sign * (1.0 - second))
         return votes
@@ -100,7 +100,7 @@ class DistributedLion(ExchangingOptimizer):
             vote(mean)
         moving, abstained = flat.flat["moving"], 0.0
         if isinstance(self._options.codec, Votes):
-            abstained = nobody(self._steps, dist.get_world_size(self._ranks), self._vote == "majority")
+            abstained = nobody(self._step, dist.get_world_size(self._group), self._vote == "majority")
         moving.logical_or_(mean != abstained)
         mean.mul_(moving)
         if group["weight_decay"]:

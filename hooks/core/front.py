@@ -114,9 +114,10 @@ class Front(Counted):
         """What there is to save now."""
         raise NotImplementedError
 
-    def _resume(self, saved: Mapping[str, Any], vectors: Vectors) -> None:
-        """Go on from a checkpoint that has been read, with nothing in flight."""
-        self._checkpoint.load(saved, vectors)
+    def _resume(self, saved: Mapping[str, Any], vectors: Vectors | None) -> None:
+        """Go on from a checkpoint that has been read, with nothing in flight; None: residuals stay."""
+        if vectors is not None:
+            self._checkpoint.load(saved, vectors)
         self._step = saved["step"]
         self._options = replace(self._options, seed=saved["seed"])
         if self._reducer is not None:
