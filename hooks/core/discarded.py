@@ -16,7 +16,7 @@ from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout
 from ..comm.pipeline import Pipeline
 from ..timeouts import RAISED_TIMEOUT
-from .step import Step
+from .reducer import Step
 
 
 class DiscardedMeans:

@@ -23,11 +23,10 @@ from .bucket import Bucket
 from .checkpoint import Checkpoint, Vectors
 from .discarded import DiscardedMeans
 from .options import Options
-from .reducer import Reducer
+from .reducer import Reducer, Step
 from .session import Session
 from .sparse_gradient import SparseGradient
 from .statistics import Counted, Statistics
-from .step import Step
 
 
 class Front(Counted):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,12 +24,60 @@ from ..comm.threads import start_thread
 from ..comm.topology import make_topology
 from ..network import probe
 from ..training.grad_scaler import Scaling, check_equal
-from .announcement import Announcement, digest
 
 CONSTRUCT = "Construct {} with equal arguments and models on every rank"
 #: Words of an announcement: step, digest of its meaning, number of saves, flags, and a scaling's two.
 WORDS = 6
 RAISED, LOADED = "failed backward passes", "loaded checkpoints"
+
+
+class Announcement:
+    """Words that ranks announce once a step. No GPU is waited for.
+
+    Args:
+        channel: a channel of the ranks, for these alone.
+        width: number of words, of 64 bits each.
+
+    Attributes:
+        in_flight: the other ranks' words, after `start`, to be waited for; None before the first one.
+    """
+
+    def __init__(self, channel: Group, width: int) -> None:
+        self._channel = channel
+        mine = torch.zeros(width, dtype=torch.int64, device="cpu")
+        self._every = torch.zeros(channel.size, width, dtype=torch.int64, device="cpu")
+        self._mine = mine.numpy()  # the same memory: writing to it is faster than through torch
+        self._port = channel.small_gather_port(self._every, mine)
+        self.in_flight: Work | None = None
+
+    def start(self, *words: int) -> None:
+        """Announce words; the remaining ones are 0."""
+        self._mine[: len(words)], self._mine[len(words) :] = words, 0
+        self.in_flight = self._port.start()
+
+    @property
+    def words(self) -> list[list[int]]:
+        """All ranks' words, as of the last wait."""
+        words: list[list[int]] = self._every.tolist()
+        return words
+
+    def post_receives(self) -> None:
+        """Post the receives of the next announcement, between two steps."""
+        self._port.post_receives()
+
+    @contextmanager
+    def within(self, patience: timedelta | None) -> Iterator[None]:
+        """Wait for other ranks no longer than `patience`; None: the group's timeout."""
+        usual, self._channel.timeout = self._channel.timeout, patience or self._channel.timeout
+        try:
+            yield
+        finally:
+            self._channel.timeout = usual
+
+
+def digest(text: str) -> int:
+    """A text as a word; equal texts have equal ones."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 class Session:
@@ -150,9 +200,10 @@ class Session:
         step: int,
         choice: Choice,
         history: Mapping[str, str],
-        saves: int,
-        drift: bool,
-        scaling: Scaling | None,
+        *,
+        saves: int = 0,
+        drift: bool = False,
+        scaling: Scaling | None = None,
         patience: timedelta | None = None,
         joined: bool = False,
     ) -> None:

@@ -16,7 +16,7 @@ from ...compress.formats.layout import Slot
 from ..comm.between_steps import undivided
 from ..comm.pipeline import Pipeline
 from ..core.discarded import DiscardedMeans
-from ..core.step import Step
+from ..core.reducer import Step
 
 
 class UnusedMeans(DiscardedMeans):

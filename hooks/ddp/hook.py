@@ -23,9 +23,8 @@ from ..comm.untraced import untraced
 from ..core.bucket import Bucket
 from ..core.dense_path import DensePath
 from ..core.options import ExchangeName, Exclude, Options
-from ..core.reducer import DENSE_CHECK_INTERVAL, Reducer
+from ..core.reducer import DENSE_CHECK_INTERVAL, Reducer, Step
 from ..core.sparse_gradient import SparseGradient
-from ..core.step import Step
 from ..timeouts import HANDSHAKE_TIMEOUT
 from ..training.autograd_end import AtEnd, at_end, current_pass, raise_at_end, waited
 from ..training.grad_scaler import LossScale

@@ -24,7 +24,7 @@ from ..comm.between_steps import (
 )
 from ..comm.untraced import untraced
 from ..core.bucket import Bucket
-from ..core.step import Step
+from ..core.reducer import Step
 from ..training.autograd_end import waited
 from ..training.awaited_gradient import AwaitedGradient
 from ..training.awaited_parameter import AwaitedParameter, awaited_class, release

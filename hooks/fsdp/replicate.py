@@ -16,13 +16,13 @@ from ..comm import handshake
 from ..comm.between_steps import Reentered, between_steps, undivided
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
-from ..core.announcement import Announcement, digest
 from ..core.bucket import Bucket
 from ..core.discarded import DiscardedMeans
 from ..core.front import BackwardFront
 from ..core.options import Exclude, excluded_names
+from ..core.reducer import Step
+from ..core.session import Announcement, digest
 from ..core.statistics import Statistics
-from ..core.step import Step
 from ..training.autograd_end import raise_at_end, waited
 from ..training.optimizer_checks import expect_optimizer
 from . import gloo_reduce_scatter as direct

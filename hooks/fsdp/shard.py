@@ -187,7 +187,7 @@ class ScatterState(Counted):
         choice, past = self._options.choice(self._step), self._session.history()
         try:
             with self._session.group.failing_together():
-                self._session.announce(self._step, choice, past, 0, False, None)
+                self._session.announce(self._step, choice, past)
                 self._session.compare(choice, past)
         except Exception as error:
             raise RuntimeError(f"gradwire: {error} [step {self._step}, {choice.codec}]") from error

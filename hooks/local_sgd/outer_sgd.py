@@ -14,7 +14,7 @@ from ...compress.feedback.base import Feedback
 from ...compress.feedback.lead import Lead
 from ...compress.formats.layout import Layout, Slot, end_to_end
 from ..core.bucket import Bucket
-from ..core.step import Step
+from ..core.reducer import Step
 from ..exchanges import all_finite
 
 P = TypeVar("P", bound=Tensor)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.ports import Stages, WaitAll
-from ..core.announcement import Announcement
-from ..core.session import Session
+from ..core.session import Announcement, Session
 
 #: A rank's part in a step: it has not used the layer; it has factors; it has a gradient that it knows no factors of; or
 #: its backward pass has raised.

@@ -310,7 +310,7 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
     for (_, state), connection in zip(pairs, connections, strict=True):
         choice = state._options.choice(4)
         past = connection.history()
-        connection.announce(4, choice, past, 0, rank == 0, None)
+        connection.announce(4, choice, past, drift=rank == 0)
         connection.compare(choice, past)
         known.append((connection.group.shared, connection.dense_group is not None, connection.drifted))
         state.close()

@@ -36,7 +36,7 @@ from gradwire import (
 )
 from gradwire.compress.feedback.base import RESIDUAL, Feedback
 from gradwire.hooks.comm.between_steps import REMEDY, Reentered
-from gradwire.hooks.comm.completion import Completion
+from gradwire.hooks.comm.pipeline import Completion
 from gradwire.hooks.horovod.runtime.context import world
 from gradwire.hooks.training.autograd_end import current_pass
 from gradwire.optim import DistributedLion, OneBitAdam

@@ -80,9 +80,9 @@ def compared_late(rank: int) -> list[str]:
     seen: list[str] = []
     announce, compare, reduce = Session.announce, Session.compare, Gather.reduce
 
-    def late(self: Session, *arguments: Any) -> None:
+    def late(self: Session, *arguments: Any, **more: Any) -> None:
         time.sleep(0.2 * rank)
-        announce(self, *arguments)
+        announce(self, *arguments, **more)
 
     def noted(self: Session, *arguments: Any) -> None:
         compare(self, *arguments)

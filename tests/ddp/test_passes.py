@@ -165,9 +165,9 @@ def test_a_pass_that_raises_is_told_of_from_the_next_step_on(rank: int) -> list[
     train(rank, ddp, range(3))
     announce, raised, said, gone = Session.announce, Session.raised, threading.Event(), threading.Event()
 
-    def late(connection: Session, *words: Any) -> None:
+    def late(connection: Session, *words: Any, **more: Any) -> None:
         assert rank or gone.wait(20)
-        announce(connection, *words)
+        announce(connection, *words, **more)
         said.set()
 
     def noted(connection: Session, *words: Any) -> None:

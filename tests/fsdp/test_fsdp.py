@@ -289,9 +289,9 @@ def test_replicas_that_have_raised_alike_go_on(rank: int) -> None:
     state = compress_fsdp(model, OneBit(), mesh=replicate, exchange="gather")
     announce = Session.announce
 
-    def late(connection: Session, *args: Any) -> None:
+    def late(connection: Session, *args: Any, **words: Any) -> None:
         time.sleep(0.1 * (1 - rank))
-        announce(connection, *args)
+        announce(connection, *args, **words)
 
     def fail(grad: torch.Tensor) -> None:
         time.sleep(0.4 * rank)

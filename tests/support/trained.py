@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.core.checkpoint import Checkpoint
-from gradwire.hooks.core.reducer import Reducer
-from gradwire.hooks.core.step import Step
+from gradwire.hooks.core.reducer import Reducer, Step
 from gradwire.hooks.ddp.state import State
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook

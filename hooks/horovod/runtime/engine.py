@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.between_steps import Section
-from ...comm.completion import Completion
+from ...comm.pipeline import Completion
 from ...comm.sockets import Connection
 from ...timeouts import END_SECONDS, START_SECONDS
 from ..consensus.coordinator import Coordinator, connect

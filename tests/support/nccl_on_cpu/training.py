@@ -17,10 +17,9 @@ from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.comm.send_queue import SendQueue
 from gradwire.hooks.comm.topology import Topology
-from gradwire.hooks.core.announcement import Announcement
 from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.core.reducer import Reducer
-from gradwire.hooks.core.session import WORDS, Session
+from gradwire.hooks.core.session import WORDS, Announcement, Session
 from gradwire.hooks.core.statistics import Statistics
 from gradwire.hooks.training.grad_scaler import LossScale, ScalerSync
 from torch import Tensor
