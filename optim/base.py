@@ -56,7 +56,6 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
     found_inf: Tensor
     #: The step of the checkpoint loaded last, if its residuals are the ranks' means.
     _mean_step: int | None = None
-    _closed_text = "closed, or a copy: make another, and load its state_dict() there"
 
     @torch.inference_mode(False)  # a step changes what is made here
     def __init__(
@@ -96,6 +95,10 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
     @property
     def _owner(self) -> str:  # type: ignore[override]
         return type(self).__name__
+
+    @property
+    def _closed_text(self) -> str:  # type: ignore[override]
+        return f"this {self._owner} is closed, or a copy: make another, and load its state_dict() there"
 
     def __repr__(self) -> str:
         if self._reducer is None:
@@ -255,7 +258,7 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
             mean.div_(session.group.size)
             for index, part in zip(flat.names, flat.parts(mean), strict=True):
                 state[int(index)][name] = part
-        return {**saved, KEY: self._checkpoint.second_pass(session)}
+        return {**saved, KEY: self._checkpoint.mean_over_ranks(session)}
 
     @torch.inference_mode(False)
     @between_steps

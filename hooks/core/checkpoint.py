@@ -95,7 +95,7 @@ class Checkpoint:
         """Let the owner's residuals be what `read` returned."""
         self.feedback.load(vectors, saved.get(OWNED, {}).get(self.key, {}) if any(vectors.values()) else {})
 
-    def second_pass(self, session: Session) -> dict[str, Any]:
+    def mean_over_ranks(self, session: Session) -> dict[str, Any]:
         """The mean of the residuals over the ranks, equal on all. A collective."""
         return self.export(MEAN, self.means(session, self.feedback.everything()))
 
@@ -139,7 +139,7 @@ class Checkpoint:
         """A checkpoint in today's format, and its residuals for this rank.
 
         Args:
-            saved: from `of_rank` or `second_pass`, in this or another process.
+            saved: from `of_rank` or `mean_over_ranks`, in this or another process.
             strict: refuse a checkpoint that has no residuals for this rank, or some that cannot be used; else drop
                 these, with a warning.
             needs: further keys that it must have.

@@ -34,9 +34,9 @@ class Front(Counted):
     (`_description`), where the means of a step go, and what else becomes of a step that is thrown away (`_dropped`).
     """
 
-    #: The class or function that the user calls, for messages, and what follows "this … is " once it is closed.
+    #: The class or function that the user calls, for messages, and the message once it is closed.
     _owner: str
-    _closed_text: ClassVar[str] = "closed: make another, and load its state_dict() there"
+    _closed_text: ClassVar[str]
     _group: Any
     _options: Options
     _device = torch.device("cpu")
@@ -83,7 +83,7 @@ class Front(Counted):
 
     def _running(self) -> Reducer:
         if self._reducer is None:
-            raise RuntimeError(f"this {type(self).__name__} is {self._closed_text}")
+            raise RuntimeError(self._closed_text)
         return self._reducer
 
     def _flush(self) -> None:

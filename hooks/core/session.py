@@ -267,7 +267,7 @@ class Session:
         Raises:
             ValueError: ranks differ in the step, its choice or history, or the loss scale; on every rank alike.
         """
-        means = {"error_feedback": choice.feedback, "way": choice.candidate, **history}
+        means = {"error_feedback": choice.feedback, "the candidate that auto times": choice.candidate, **history}
         rows = self._compare("a training step", {"codec": str(choice.codec), "exchange": choice.exchange, **means})
         check_equal([row[4:] for row in rows])
 

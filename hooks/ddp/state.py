@@ -306,7 +306,7 @@ class State(BackwardFront):
         self._idle()
         session = (self._reducer or self._connect(None)).session
         session.agree("consolidated_state_dict()", self._step)
-        return self._checkpoint.second_pass(session)
+        return self._checkpoint.mean_over_ranks(session)
 
     @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -86,7 +86,7 @@ class _Submitted:
 class FSDPState(BackwardFront):
     """The state of `compress_fsdp` with `mesh`; the model's hooks hold it."""
 
-    _owner, _closed_text = "compress_fsdp", "closed: call compress_fsdp again"
+    _owner, _closed_text = "compress_fsdp", "this FSDPState is closed: call compress_fsdp again"
 
     @torch.inference_mode(False)  # a step changes what is made here
     def __init__(self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None) -> None:
@@ -264,7 +264,7 @@ class FSDPState(BackwardFront):
             )
         reducer.flush()
         reducer.session.agree("state_dict()", self._step)
-        return self._checkpoint.second_pass(reducer.session)
+        return self._checkpoint.mean_over_ranks(reducer.session)
 
     @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -4,94 +4,222 @@ those that are left."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ... import __version__
 from ...compress.codecs.cast import Identity
 from ...compress.feedback.store import FeedbackStore
 from ..auto.planner import Choice
+from ..comm import handshake
+from ..comm.group import Group
 from ..comm.linger import linger
+from ..comm.pieces import broadcast
+from ..core.bucket import Bucket
+from ..core.checkpoint import Checkpoint, idle_names
+from ..core.front import Front
+from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
 from ..core.reducer import Reducer
+from ..core.session import Session
+from ..core.statistics import Statistics
 from ..timeouts import LEAVE_SECONDS
-from ..training.autograd_end import waited
-from .healing import Call, DueRound, Progress
-from .initial_sync import thawed
+from ..training.names import renamed
+from .healing import Call, CommonState, DueRound, Progress
+from .initial_sync import check_writable, group_inside, local, ranks_inside, tensors_of, thawed, trainable
+from .meeting.options import Meeting
 from .options import LocalOptions
-from .outer_sgd import GlobalParameters, InFlightRound
+from .outer_sgd import (
+    REPLICATED_KEYS,
+    GlobalParameters,
+    InFlightRound,
+    OuterSGD,
+    check_saved,
+    fragments_of,
+    replicated,
+    restore,
+)  # fmt: skip
 from .replicas import Arrival, Replicas
-from .schedule import Schedule
+from .schedule import RoundRollback, Schedule
+from .view import ReplicaStatistics
+
+OWNER = "LocalUpdates"
 
 #: The choice of a round that sends what residuals hold, too.
 UNCOMPRESSED = Choice(Identity(), "dense", False)
 
 
-class RoundRunner:
-    """Runs the rounds of one rank, one at a time.
+class RoundRunner(Front):
+    """Makes the rounds of one rank, one at a time. Constructing it is a collective.
 
     Args:
-        model: the rank's own, and its parameters that are trained.
-        fragments: the global parameters, bucket by bucket.
+        model, optimizers, outer, exclude: `LocalUpdates`'s.
         options: the codec and its like.
         schedule: H, and the rounds' options.
-        feedback: the residuals.
+        group: the ranks; None: replicas come and go.
+        meeting: where replicas meet; None: ranks stay.
 
     Attributes:
-        reducer: of the ranks that are there; None: closed.
+        fragments, every: the global parameters, bucket by bucket.
         replicas: the tie to ranks that come and go; None: ranks stay.
-        number: number of rounds so far.
         progress: this rank's steps.
+        moved: True if ranks may have different parameters.
         under_way: the round in flight, if any.
         interruption: an exception of a signal handler during a wait, until the step is complete.
     """
 
+    _owner, _closed_text = OWNER, f"this {OWNER} is closed: make another, and load its state_dict() there"
+    _options: LocalOptions
+
+    @torch.inference_mode(False)  # a step changes what is made here
     def __init__(
         self,
         model: nn.Module,
-        trained: Iterable[Tensor],
-        fragments: Sequence[Sequence[GlobalParameters]],
+        optimizers: Sequence[torch.optim.Optimizer],
         options: LocalOptions,
         schedule: Schedule,
-        feedback: FeedbackStore,
+        outer: OuterSGD,
+        exclude: Exclude | None,
+        group: Any,
+        meeting: Meeting | None,
     ) -> None:
-        self.every = [shared for fragment in fragments for shared in fragment]
-        self._fragments, self._model, self._trained, self._options = fragments, model, list(trained), options
-        self._schedule, self._feedback = schedule, feedback
-        self.reducer: Reducer | None = None
+        self._model, self._options, self._schedule, self._outer, self._group = model, options, schedule, outer, group
+        self._parameters: dict[str, Tensor] = {}  # this rank's shards of them, if it shares the model
+        self._excluded: frozenset[str] = frozenset()
+        self._statistics = statistics = Statistics() if meeting is None else ReplicaStatistics()
+        trained: dict[str, nn.Parameter] = {}
+        inside, parts = list[int](), list[list[dict[str, Tensor]]]()
+        problem: Exception | None = None
+        try:
+            trained = trainable(model, optimizers)
+            self._parameters = {name: local(p) for name, p in trained.items() if local(p).numel()}
+            self._device = next(iter(trained.values())).device
+            inside = ranks_inside(trained.values(), group)
+            schedule.check()
+            if not isinstance(outer, OuterSGD):
+                raise TypeError(f"outer={outer!r}: expected OuterSGD(lr=…, momentum=…)")
+            outer.check(options.strategy)
+            options.check(options.world_size)
+            check_dtypes(self._parameters)
+            check_whole(self._parameters, OWNER)
+            check_writable(model)
+            if meeting is not None:
+                options.check_meeting()
+            self._excluded = excluded_names(exclude, trained) & self._parameters.keys()
+            parts = fragments_of(self._parameters, schedule.rounds.fragments, schedule.rounds.bucket_cap_mb)
+            options.prepare(0, [torch.float32], self._device)
+        except Exception as error:  # the other ranks must hear of any error
+            problem = error
+        within = None if meeting is None else group_inside(inside, problem)
+        self._feedback = FeedbackStore(options.strategy, keep_previous=True)
+        self._scaler_sync = RoundRollback(self._feedback)
+        how: dict[str, Any] = {"clean": False, "numel": sum(p.numel() for p in self._parameters.values())}
+        how["speaks"] = not inside or inside[0] == dist.get_rank()
+        if meeting is None:
+            tensors = [*map(local, model.parameters()), *model.buffers()]
+            broadcast(self._meet(problem, **how).session.group, self._device, tensors)
+        strategy, index = self._feedback.strategy, count()
+        self.fragments = [
+            [GlobalParameters(next(index), part, self._excluded, strategy, outer) for part in fragment]
+            for fragment in parts
+        ]
+        self.every = [shared for fragment in self.fragments for shared in fragment]
+        self._trained = list(trained.values())
         self.replicas: Replicas | None = None
-        self.number, self.progress = 0, Progress(0, 0)
+        self.progress, self.moved = Progress(0, 0), False
         self.under_way: InFlightRound | None = None
         self._counted = 0  # this rank's steps that rounds have counted
         self.interruption: BaseException | None = None
+        if isinstance(statistics, ReplicaStatistics) and meeting is not None:
+            open_view = partial(view_reducer, self._device, options, self._feedback, self._scaler_sync, statistics, how)
+            described = meeting.describe() | self._description()
+            state = CommonState(model, self.every)
+            self.replicas = Replicas(meeting, described, state, open_view, statistics, within)
+            weakref.finalize(self, self.replicas.close)
+            self.follow(self.replicas.join())
 
-    def join(self, replicas: Replicas) -> None:
-        """Join the replicas that train, and take over their state."""
-        self.replicas = replicas
-        self.follow(replicas.join())
+    def __repr__(self) -> str:
+        text = f"{len(self._parameters)} parameters every {self._schedule.every} steps: {self._options.codec_text}"
+        done = f"step {self.progress.steps}, round {self.number}"
+        return f"<{OWNER} of {text} by {self._options.exchange!r}, {done}>"
 
-    def check_open(self) -> None:
-        """Raise RuntimeError after `close`."""
-        if self.reducer is None:
-            raise RuntimeError("this LocalUpdates is closed: make another, and load its state_dict() there")
+    @property
+    def number(self) -> int:
+        """Number of rounds so far."""
+        return self._step
 
-    def load(self, number: int, progress: Progress, under_way: InFlightRound | None) -> None:
-        """Go on from a checkpoint, whose residuals have been loaded."""
-        self.number, self.progress, self.under_way = number, progress, under_way
-        self.running.forget(self._options.seed, (shared.bucket for shared in self.every))
+    @property
+    def group(self) -> Any:
+        """The ranks; None: replicas come and go."""
+        return self._group
+
+    @property
+    def running(self) -> Reducer:
+        """The reducer of the ranks that are there.
+
+        Raises:
+            RuntimeError: it is closed.
+        """
+        return self._running()
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            **self._options.describe(self._options.world_size),
+            "schedule": str(self._schedule),
+            "outer optimizer": str(self._outer),
+            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
+            "the model's tensors": handshake.describe_model(tensors_of(self._model), ()),
+        }
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def saved_by_rank(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint."""
+        return self._checkpoint.of_rank() | replicated(self.every, self.arrived())
+
+    def saved_by_all(self) -> dict[str, Any]:
+        """A checkpoint that is the same on all ranks. A collective."""
+        return self._checkpoint.mean_over_ranks(self.running.session) | replicated(self.every, self.arrived())
+
+    def load(self, state_dict: dict[str, Any], strict: bool) -> None:
+        """Go on from a checkpoint."""
+        self._running()
+        saved, vectors = self._checkpoint.read(state_dict, strict, REPLICATED_KEYS)
+        saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in REPLICATED_KEYS}}
+        check_saved(saved, self._parameters, self.every)
+        self.finish()
+        self._resume(saved, vectors)
+        self.moved, self.under_way = bool(saved["moved"]), restore(self.every, saved)
+        self.progress = Progress(saved["local_steps"], saved["counted_steps"])
         if self.replicas is not None:
-            self.replicas.loaded(number)
+            self.replicas.loaded(self.number)
+
+    def _made_buckets(self) -> list[Bucket]:
+        return [shared.bucket for shared in self.every]
+
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            OWNER, self._options, self._feedback, self._parameters, self._group, self.number,
+            zeros=self._parameters, idle=idle_names(() if self._options.keeps_all else self._excluded),
+            local_steps=self.progress.steps, counted_steps=self.progress.count, moved=self.moved,
+            due=0 if self.under_way is None else self.under_way.due,
+        )  # fmt: skip
+
+    # -- a round -----------------------------------------------------------------------------------------------------
 
     @property
     def interrupted(self) -> bool:
         """True if the round in flight cannot be completed among the ranks that are there."""
         return self.replicas is not None and self.replicas.interrupted
-
-    @property
-    def running(self) -> Reducer:
-        self.check_open()
-        assert self.reducer is not None
-        return self.reducer
 
     def send(self, parts: Sequence[GlobalParameters], keep_local: bool, uncompressed: bool = False) -> bool:
         """Start to exchange this rank's differences from the global parameters. Returns False, and sends nothing, where
@@ -114,7 +242,7 @@ class RoundRunner:
         pieces = f"{parts[0].bucket.index} to {parts[-1].bucket.index} of {len(self.every)}"
         choice = UNCOMPRESSED if sent.uncompressed else self._options.choice(self.number)
         step = reducer.begin(self.number, choice, {"pieces of the model": pieces})
-        self.number += 1
+        self._step += 1
         reducer.announce_step(step, parts[0].bucket, 0, None)
         sent.buffers, sent.futures, former = [], [], sent.copies
         sent.steps = self.progress.steps if former is None else sent.steps
@@ -166,7 +294,7 @@ class RoundRunner:
             failure = RuntimeError("another rank of this replica has failed in this round")
             here = False
             try:
-                self._await_means(sent)
+                self._await(sent)
                 here = True
             except RuntimeError as error:
                 if self.replicas is None or sent.step is None:
@@ -189,9 +317,8 @@ class RoundRunner:
                 self._send(sent)
         return None
 
-    def _await_means(self, sent: InFlightRound) -> None:
-        pipeline = self.running.session.pipeline
-        self.interruption = waited(pipeline.wait, lambda _: pipeline.failed) or self.interruption
+    def _await(self, sent: InFlightRound) -> None:
+        self.interruption = self._await_means() or self.interruption
         for future in sent.futures:  # on a GPU, later kernels on this stream wait for it
             future.wait()
 
@@ -210,9 +337,8 @@ class RoundRunner:
                     self.apply()
             linger(LEAVE_SECONDS)  # the others may still wait for this replica's last messages
             self.replicas.close()
-        if self.reducer is not None:
-            self.reducer.flush()
-        self.reducer = None
+        self._flush()
+        self._reducer = None
 
     def raise_interruption(self) -> None:
         """Raise what a signal's handler has raised during a wait."""
@@ -289,7 +415,7 @@ class RoundRunner:
         self.progress = replace(progress)
         whole = theirs.call != "step" or progress.steps <= schedule.rounds.sync_until
         fragment = None if whole else schedule.fragment(progress.count)
-        sent.globals = list(self.every if fragment is None else self._fragments[fragment])
+        sent.globals = list(self.every if fragment is None else self.fragments[fragment])
         sent.keep_local = schedule.rounds.keep_local and not whole
         sent.uncompressed = theirs.call == "consolidate"
 
@@ -333,9 +459,19 @@ class RoundRunner:
             self.replicas.state.take(arrival.healed)
             self.progress = self._caught_up(arrival.progress or Progress(0, 0))
             self._counted = self.progress.steps
-        self.number, self.reducer = arrival.name[1], arrival.view.reducer
+        self._step, self._reducer = arrival.name[1], arrival.view.reducer
         self._options.resize(len(arrival.view.members))
         self.running.seed = self._options.seed
         for shared in self.every:
             shared.bucket.disconnect()
         self.replicas.followed(arrival)
+
+
+def view_reducer(
+    device: torch.device, options: LocalOptions, feedback: FeedbackStore, scaler_sync: RoundRollback,
+    statistics: Statistics, how: dict[str, Any], group: Group,
+) -> Reducer:  # fmt: skip
+    """Make the reducer of a view, over its group. A collective of the members. It knows no runner, which would live as
+    long as the replicas' thread."""
+    session = Session(OWNER, group, device, dict, None, entropy_coding=options.entropy_coding)
+    return Reducer(session, feedback, scaler_sync, statistics, options.seed, **how)

@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import count
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ... import __version__
 from ...compress.codec import Codec
 from ...compress.feedback.base import Feedback
-from ...compress.feedback.store import FeedbackStore
-from ..comm import handshake
-from ..comm.between_steps import between_steps, undivided, within_step
-from ..comm.pieces import broadcast
+from ..comm.between_steps import between_steps, undivided
 from ..comm.untraced import untraced
-from ..core.checkpoint import Checkpoint, idle_names
-from ..core.options import Exclude, check_dtypes, check_whole, excluded_names
-from ..core.reducer import Reducer
-from ..core.session import Session
-from ..core.statistics import Counted, Statistics
-from ..training.names import renamed
-from .healing import CommonState, Progress
-from .initial_sync import check_writable, group_inside, local, ranks_inside, tensors_of, trainable
+from ..core.options import Exclude
+from ..core.statistics import Statistics
 from .meeting.options import Meeting
 from .options import Aggregate, LocalExchange, LocalOptions, meeting_of, modern
-from .outer_sgd import REPLICATED_KEYS, GlobalParameters, OuterSGD, check_saved, fragments_of, replicated, restore
-from .replicas import Replicas
+from .outer_sgd import OuterSGD
 from .rounds import RoundRunner
-from .schedule import RoundRollback, Rounds, Schedule
+from .schedule import Rounds, Schedule
 from .skipped import StepCounter
-from .view import ReplicaStatistics
 
 OWNER = "LocalUpdates"
 
 
-class LocalUpdates(Counted):
+class LocalUpdates:
     """Local SGD and its descendants: each rank trains its own model with its own optimizer. Every `every` steps all
     ranks exchange Δ = θ0 - θ, the difference between the global parameters and their own. A round is
 
@@ -93,7 +78,6 @@ class LocalUpdates(Counted):
         MeetingLost: the meeting point was not reached for `Meeting.patience`.
     """
 
-    @torch.inference_mode(False)  # a step changes what is made here
     def __init__(
         self,
         model: nn.Module,
@@ -115,81 +99,23 @@ class LocalUpdates(Counted):
         given = modern(former, rounds=rounds, outer=outer, exchange=exchange)
         rounds, outer, exchange = given["rounds"], given["outer"], given["exchange"]
         found = meeting_of(meeting, process_group)
-        self._group: Any = None if found is not None else process_group or dist.group.WORLD
-        size = dist.get_world_size(self._group) if found is None else found.wait_for or found.min_replicas
+        group: Any = None if found is not None else process_group or dist.group.WORLD
+        size = dist.get_world_size(group) if found is None else found.wait_for or found.min_replicas
         how: dict[str, Any] = {"world_size": size}
         if isinstance(exchange, Aggregate):
             how, exchange = {**how, "mean": exchange.mean, "clip": exchange.clip}, "gather"
         how |= {"fallback": None, "topology": None, "seed": seed, "entropy_coding": entropy_coding}
-        self._options = LocalOptions(codec, exchange, error_feedback, **how)
-        self._outer = outer
-        self._model = model
+        options = LocalOptions(codec, exchange, error_feedback, **how)
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         self._schedule = Schedule(every, rounds)
-        trained: dict[str, nn.Parameter] = {}
-        self._parameters: dict[str, Tensor] = {}  # this rank's shards of them, if it shares the model
-        inside = list[int]()
-        self._moved = False  # True if ranks may have different parameters
         self._counter: StepCounter | None = None  # inside `with`
-        self._statistics = Statistics() if found is None else ReplicaStatistics()
-        fragments_in: list[list[dict[str, Tensor]]] = []
-        self._excluded: frozenset[str] = frozenset()
-        problem: Exception | None = None
-        place = torch.device("cpu")
-        try:
-            trained = trainable(model, self._optimizers)
-            self._parameters = {name: local(p) for name, p in trained.items() if local(p).numel()}
-            place = next(iter(trained.values())).device
-            inside = ranks_inside(trained.values(), self._group)
-            self._schedule.check()
-            if not isinstance(outer, OuterSGD):
-                raise TypeError(f"outer={outer!r}: expected OuterSGD(lr=…, momentum=…)")
-            outer.check(self._options.strategy)
-            self._options.check(size)
-            check_dtypes(self._parameters)
-            check_whole(self._parameters, OWNER)
-            check_writable(model)
-            if found is not None:
-                self._options.check_meeting()
-            self._excluded = excluded_names(exclude, trained) & self._parameters.keys()
-            fragments_in = fragments_of(self._parameters, rounds.fragments, rounds.bucket_cap_mb)
-            self._options.prepare(0, [torch.float32], place)
-        except Exception as error:  # the other ranks must hear of any error
-            problem = error
-        within = None if found is None else group_inside(inside, problem)
-        make_session = partial(Session, OWNER, entropy_coding=entropy_coding)
-        session = None if found is not None else make_session(self._group, place, self._description, problem)
-        self._feedback = FeedbackStore(self._options.strategy, keep_previous=True)
-        numel = sum(p.numel() for p in self._parameters.values())
-        make_reducer = partial(
-            Reducer, feedback=self._feedback, scaler_sync=RoundRollback(self._feedback), statistics=self._statistics,
-            seed=seed, clean=False, numel=numel, speaks=not inside or inside[0] == dist.get_rank(),
-        )  # fmt: skip
-        if session is not None:
-            broadcast(session.group, place, [*map(local, model.parameters()), *model.buffers()])
-        strategy, index = self._feedback.strategy, count()
-        self._fragments = [
-            [GlobalParameters(next(index), part, self._excluded, strategy, outer) for part in fragment]
-            for fragment in fragments_in
-        ]
-        self._runner = RoundRunner(
-            model, trained.values(), self._fragments, self._options, self._schedule, self._feedback
-        )
-        if session is not None:
-            self._runner.reducer = make_reducer(session)
-        elif found is not None:
-            state, statistics = CommonState(model, self._all()), cast(ReplicaStatistics, self._statistics)
-            replicas = Replicas(
-                found, found.describe() | self._description(), state,
-                lambda group: make_reducer(make_session(group, place, dict, None)), statistics, within,
-            )  # fmt: skip
-            weakref.finalize(self, replicas.close)
-            self._runner.join(replicas)
+        self._runner = RoundRunner(model, self._optimizers, options, self._schedule, outer, exclude, group, found)
 
     def __repr__(self) -> str:
-        text = f"{len(self._parameters)} parameters every {self._schedule.every} steps: {self._options.codec_text}"
-        done = f"step {self._runner.progress.steps}, round {self.rounds}"
-        return f"<{OWNER} of {text} by {self._options.exchange!r}, {done}>"
+        return repr(self._runner)
+
+    def __str__(self) -> str:
+        return str(self._runner)
 
     @untraced
     def __enter__(self) -> Self:
@@ -214,7 +140,7 @@ class LocalUpdates(Counted):
         """This replica's number, which no other one has, had or will have: a seed for its data. Without `meeting`, its
         rank."""
         replicas = self._runner.replicas
-        return dist.get_rank(self._group) if replicas is None else replicas.client.member
+        return dist.get_rank(self._runner.group) if replicas is None else replicas.client.member
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -222,14 +148,12 @@ class LocalUpdates(Counted):
         the ranks."""
         replicas = self._runner.replicas
         if replicas is None or replicas.view is None:
-            return tuple(range(dist.get_world_size(self._group)))
+            return tuple(range(dist.get_world_size(self._runner.group)))
         return replicas.view.members
 
     def statistics(self) -> Statistics:
         """This rank's counts so far; `steps` are rounds. With `meeting` a `ReplicaStatistics`."""
-        if self._runner.reducer is not None and not within_step(self):
-            self._runner.reducer.flush()
-        return self._statistics.copied()
+        return self._runner.statistics()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -272,7 +196,7 @@ class LocalUpdates(Counted):
         if runner.replicas is None:
             session = runner.running.session
             session.agree("synchronise()", self.rounds, patience=None)
-            moved = any(session.control.all_gather_object(self._moved))
+            moved = any(session.control.all_gather_object(runner.moved))
         runner.progress.count = 0
         if moved:
             self._exchange_all(uncompressed)
@@ -282,7 +206,7 @@ class LocalUpdates(Counted):
     @between_steps
     def rewind(self) -> None:
         """Set the model to the global parameters: this rank loses its progress since the last round."""
-        for shared in self._all():
+        for shared in self._runner.every:
             shared.hand_out()
 
     @between_steps
@@ -298,9 +222,9 @@ class LocalUpdates(Counted):
         self._runner.raise_interruption()
 
     def _count_step(self) -> None:
-        runner, schedule, self._moved = self._runner, self._schedule, True
-        runner.check_open()
-        progress = runner.progress
+        runner, schedule = self._runner, self._schedule
+        _ = runner.running  # raises after `close`
+        progress, runner.moved = runner.progress, True
         progress.steps += 1
         progress.count += progress.steps > schedule.rounds.sync_until
         if runner.replicas is not None and not runner.look_around(runner.replicas):
@@ -311,29 +235,16 @@ class LocalUpdates(Counted):
         if runner.under_way is not None and (progress.count >= runner.under_way.due or runner.interrupted):
             runner.apply(schedule.rounds.mixing)
         fragment = 0 if runner.awaited else schedule.fragment(progress.count)
-        if fragment is None or not runner.send(self._fragments[fragment], schedule.rounds.keep_local):
+        if fragment is None or not runner.send(runner.fragments[fragment], schedule.rounds.keep_local):
             return
         if schedule.rounds.delay == 0:
             runner.apply(schedule.rounds.mixing)
-            self._moved = not schedule.agrees
+            runner.moved = not schedule.agrees
 
     def _exchange_all(self, uncompressed: bool = False) -> None:
-        if self._runner.send(self._all(), keep_local=False, uncompressed=uncompressed):
+        if self._runner.send(self._runner.every, keep_local=False, uncompressed=uncompressed):
             self._runner.apply()
-        self._moved = False
-
-    def _all(self) -> list[GlobalParameters]:
-        return [shared for fragment in self._fragments for shared in fragment]
-
-    def _description(self) -> dict[str, Any]:
-        return {
-            "version": __version__,
-            **self._options.describe(self._options.world_size),
-            "schedule": str(self._schedule),
-            "outer optimizer": str(self._outer),
-            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "the model's tensors": handshake.describe_model(tensors_of(self._model), ()),
-        }
+        self._runner.moved = False
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -352,7 +263,7 @@ class LocalUpdates(Counted):
                 "and go: call consolidated_state_dict() on every replica"
             )
         self._runner.finish()
-        return self._export(self._checkpoint.of_rank())
+        return self._runner.saved_by_rank()
 
     @between_steps
     def consolidated_state_dict(self) -> dict[str, Any]:
@@ -365,9 +276,9 @@ class LocalUpdates(Counted):
         """
         if self._runner.replicas is not None:
             self._synchronise(uncompressed=True)
-            return self._export(self._checkpoint.of_rank())
+            return self._runner.saved_by_rank()
         self._synchronise()
-        return self._export(self._checkpoint.second_pass(self._runner.running.session))
+        return self._runner.saved_by_all()
 
     @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -383,27 +294,4 @@ class LocalUpdates(Counted):
             ValueError: the checkpoint is of another format, rank, world size, codec or model. Nothing has changed
                 then.
         """
-        runner = self._runner
-        runner.check_open()
-        saved, vectors = self._checkpoint.read(state_dict, strict, REPLICATED_KEYS)
-        saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in REPLICATED_KEYS}}
-        check_saved(saved, self._parameters, self._all())
-        runner.finish()
-        self._checkpoint.load(saved, vectors)
-        self._options.seed, self._moved = saved["seed"], bool(saved["moved"])
-        progress = Progress(saved["local_steps"], saved["counted_steps"])
-        runner.load(saved["step"], progress, restore(self._all(), saved))
-
-    def _export(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with what is the same on all ranks."""
-        return saved | replicated(self._all(), self._runner.arrived())
-
-    @property
-    def _checkpoint(self) -> Checkpoint:
-        runner = self._runner
-        return Checkpoint(
-            OWNER, self._options, self._feedback, self._parameters, self._group, runner.number,
-            zeros=self._parameters, idle=idle_names(() if self._options.keeps_all else self._excluded),
-            local_steps=runner.progress.steps, counted_steps=runner.progress.count, moved=self._moved,
-            due=0 if runner.under_way is None else runner.under_way.due,
-        )  # fmt: skip
+        self._runner.load(state_dict, strict)

@@ -149,7 +149,7 @@ def rounds_with_a_ledger(rank: int, codec: Codec, exchange: Any, forget: bool = 
         if step % 3 == 2 and step < 9:
             same.append(digest(model.parameters()))
         if forget and step == 5:
-            updates._feedback.load({})
+            updates._runner._feedback.load({})
     ledger.expect()  # of two steps, and three on a rank that has not counted its last
     updates.synchronise()
     same.append(digest([*model.parameters(), *globals_of(updates).values()]))

@@ -465,7 +465,7 @@ def test_who_is_healed_sends_the_next_fragment(rounds: Rounds) -> None:
                 return 0
             fragment = schedule.fragment(count)
             if fragment is not None:
-                return updates._fragments[fragment][0].bucket.index
+                return updates._runner.fragments[fragment][0].bucket.index
 
     assert told[-1][1] > 3
     for progress, place in told:

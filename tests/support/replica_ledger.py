@@ -116,7 +116,7 @@ class Ledger:
             del shared.difference, shared.difference_again, shared.move
 
     def _kept(self, shared: GlobalParameters) -> np.ndarray:
-        named = self.updates._feedback.by_name()
+        named = self.updates._runner._feedback.by_name()
         zero = {slot.name: torch.zeros(slot.shape) for slot in shared.slots}
         return np.concatenate([named.get(s.name, zero[s.name]).double().flatten().numpy() for s in shared.slots])
 
@@ -126,7 +126,7 @@ class Ledger:
         last = self._last_kept.get(shared.bucket.index)
         if last is None:
             return
-        strategy: Any = self.updates._feedback.strategy
+        strategy: Any = self.updates._runner._feedback.strategy
         narrow = getattr(strategy, "dtype", torch.float32) != torch.float32
         slack = float(np.abs(last).max(initial=0.0)) / 254 if narrow else 1e-6  # of int8; of bfloat16 less
         if not np.allclose(last, self._kept(shared), rtol=1e-5, atol=slack):
