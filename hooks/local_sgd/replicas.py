@@ -1,20 +1,41 @@
-"""Replicas that come and go, for the thread that trains: before a round, after it, and when it has failed."""
+"""Replicas that come and go, and the change from one view to the next.
+
+A *view* is a number and its members in order, as the meeting point proposes it. While the members train, a thread
+connects the next view's mesh beside the one in use. Then it changes views, when no round is under way here: members
+tell each other the names of their states (`verdict`), those that lack the newest get it from those that have it
+(`healing`), and the next round runs in the new view. A round that is under way when its view breaks fails here, and is
+repeated in the next view, unless others have completed it.
+
+The thread that trains comes by before a round, after it, and when it has failed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
+import queue
+import threading
 import time
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 
-from .healing import DueRound, Progress
-from .meeting.options import MeetingLost
-from .view import Arrival
-from .view_changer import PROGRESS, ViewChanger
+from ..comm.group import Group
+from ..comm.threads import start_thread
+from ..core.reducer import Reducer
+from ..timeouts import MESH_SECONDS, SILENT_SECONDS
+from .healing import CommonState, DueRound, Healed, Progress
+from .meeting.client import Client
+from .meeting.events import Proposed, Refused, Void, Waiting, Whole
+from .meeting.options import Meeting, MeetingLost
+from .meeting.relay import COMMON, meet_inside
+from .verdict import Report, Verdict, decide
+from .view import Arrival, NextRound, ReplicaStatistics, View, wait_aside
 
 log = logging.getLogger("gradwire.meeting")
 
@@ -24,14 +45,77 @@ REPORT_AFTER = 5.0
 LOOK_SECONDS = 0.25
 #: A round that has failed here so often in a row, with nobody lost, fails for a reason of its own.
 ATTEMPTS = 4
+#: A member's words on a view's board: its report, that it is healed, and the first donor's progress.
+REPORT, HEALED, PROGRESS = COMMON + "report of {}", "healed {}", COMMON + "progress"
 
 
-class Replicas(ViewChanger):
-    """One replica's tie to the others.
+class Replicas:
+    """One replica's tie to the others: calls of the thread that trains, and a thread that changes views.
 
     A replica of several ranks calls all of this on each of them. What changes their shards of the state is done by all
     of them or by none: before it they tell each other a number (`_alike`).
+
+    Args:
+        meeting: where they meet.
+        description: options and model, which must be equal for all.
+        state: the state in common.
+        open_view: makes the reducer of a view, over its group. A collective of the members.
+        statistics: the counts to add to.
+        inside: the ranks of this replica, if it has several: each exchanges its shards with the ranks of the other
+            replicas that hold the same ones.
+
+    Attributes:
+        view: the view in use; None: none yet.
     """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        description: dict[str, Any],
+        state: CommonState,
+        open_view: Callable[[Group], Reducer],
+        statistics: ReplicaStatistics,
+        inside: Group | None = None,
+    ) -> None:
+        self._meeting, self.state, self._open_view, self.statistics = meeting, state, open_view, statistics
+        self._inside = inside
+        self.view: View | None = None
+        statistics.seconds["meeting"] = 0.0
+        #: Guards all that the threads share.
+        self._changed = threading.Condition()
+        #: The state's name, the view in which its training began, and the last one whose members have agreed on it.
+        self._name, self._born, self._agreed = (0, 0), 0, 0
+        #: The number of the round under way here, and the view in which the next round was sent.
+        self._under_way: int | None = None
+        self._sent_in = 0
+        #: True if this replica has received its state, and made no round since.
+        self._fresh = False
+        #: True while the user's thread follows a change: the state is not to be read.
+        self._following = False
+        #: True from the wish to change views to the end of the change: no round may begin.
+        self._changing = False
+        #: The change that the user's thread has not followed yet.
+        self._arrival: Arrival | None = None
+        self._next: View | None = None
+        self._problem: Exception | None = None
+        self._waiting_for = "no word from the meeting point yet"
+        #: Failures of one round in a row that began here.
+        self._failures = 0
+        self._works = list[Any]()  # of healing: they hold memory
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._relay, address = meet_inside(inside, meeting, description)
+        self.client = Client(
+            address,
+            description | ({} if inside is None else {"shard": inside.rank}),
+            secret=meeting.key,
+            patience=meeting.patience,
+            events=self._heard,
+            # A relay ends with its replica's process; a busy one is not to be left.
+            silent=SILENT_SECONDS if inside is None else meeting.patience,
+        )
+        start_thread("gradwire-replicas", self._run, self._inbox)
+
+    # -- the thread that trains --------------------------------------------------------------------------------------
 
     def join(self) -> Arrival:
         """Wait for the first view."""
@@ -258,3 +342,214 @@ class Replicas(ViewChanger):
             f"gradwire: no round was possible for {self._meeting.patience:.0f} s: {self._waiting_for}. Start more "
             "replicas, or change Meeting(min_replicas=…, patience=…)"
         )
+
+    # -- both threads ------------------------------------------------------------------------------------------------
+
+    def _stopped(self) -> None:
+        """No round is under way here any more, or no change is being followed."""
+        self._under_way = None
+        self._changed.notify_all()
+        if self._next is not None:
+            self._next.board.wake()
+
+    # -- the client's thread -----------------------------------------------------------------------------------------
+
+    def _heard(self, event: Any) -> None:
+        """Take an event of the client. Waits that it ends are ended at once."""
+        with self._changed:
+            if isinstance(event, Void):
+                for view in (self.view, self._next):
+                    if view is not None and view.number == event.number:
+                        view.broken = view.broken or event.why
+                        if view is self._next or self._under_way is not None:  # else others may still be reading
+                            view.cut()
+            elif isinstance(event, Refused):
+                self._problem = ValueError(f"gradwire: {event.why}")
+            elif isinstance(event, Waiting):
+                self._waiting_for = event.text
+            elif isinstance(event, Proposed):
+                self._waiting_for = f"members {list(event.members)} connect to each other"
+            self._changed.notify_all()
+        self._inbox.put(event)
+
+    # -- the thread that changes views -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (event := self._inbox.get()) is not None:
+                self._handle(event)
+                self._look()
+        except Exception as error:
+            with self._changed:
+                self._problem = error
+                self._changed.notify_all()
+
+    def _handle(self, event: Any) -> None:
+        view = self._next
+        if isinstance(event, Proposed):
+            with contextlib.suppress(RuntimeError):  # void already
+                self._propose(event)
+        elif isinstance(event, Whole) and view is not None and view.number == event.number:
+            view.whole = True
+        elif isinstance(event, tuple):  # of the thread that connects
+            number, group, why = event
+            with self._changed:
+                wanted = view is not None and view.number == number and view.broken is None
+                if view is not None and wanted:
+                    view.group = group
+            if not wanted:
+                if group is not None:
+                    group.cut()
+            elif group is None:
+                self.client.failed(number, why)
+            else:
+                self.client.connected(number)
+
+    def _propose(self, event: Proposed) -> None:
+        if self._problem is not None:  # it has left, or cannot go on
+            return
+        members = tuple(event.members)
+        view = View(event.number, members, members.index(self.client.member), self.client.board(event.number))
+        with self._changed:
+            former, self._next = self._next, view
+        if former is not None:
+            former.cut()
+        start_thread(f"gradwire-view-{view.number}", partial(self._connect, view), None)
+        with self._changed:  # where no round can begin, the report goes out while connections are made
+            stands = self.view is not None and self.view.broken is None
+            still = not stands and not self._busy and self._arrival is None
+            self._changing |= still
+        if still:
+            self._report(view)
+
+    def _connect(self, view: View) -> None:
+        """Connect a view's mesh. Gloo cannot be interrupted in this."""
+        group, why = None, ""
+        try:
+            group = Group.over_store(view.board, view.members, view.rank, timedelta(seconds=MESH_SECONDS))
+            group.wait_at_most(timedelta(seconds=self._meeting.patience))
+        except RuntimeError as error:
+            why = f"member {self.client.member}: {error}"
+        self._inbox.put((view.number, group, why))
+
+    def _look(self) -> None:
+        """Change to the next view if it is time."""
+        view = self._next
+        if view is None or (group := view.group) is None or view.broken is not None:
+            return
+        if view.whole or self.view is None or self.view.broken is not None:
+            try:
+                self._change(view, group)
+            except RuntimeError as error:
+                if view.broken is None:  # a message has failed, of which the meeting point does not know
+                    view.broken = str(error)
+                    self.client.failed(view.number, f"member {self.client.member}: {error}")
+                view.cut()
+                view.reducer = None
+                with self._changed:  # rounds go on in the view in use, if it stands
+                    self._changing = False
+                    self._changed.notify_all()
+
+    def _change(self, view: View, group: Group) -> None:
+        """Change to a view that is connected by this group. Raises RuntimeError if it breaks meanwhile."""
+        with self._changed:
+            self._changing = True
+        self._await_round(view)
+        if not view.reported:
+            self._report(view)
+        keys = [REPORT.format(rank) for rank in range(len(view.members))]
+        self._await_word(view, lambda: all(key in view.board.values for key in keys))
+        verdict = decide(view.number, [Report.from_bytes(view.board.values[key]) for key in keys])
+        self._warn_of_diverged(view, verdict)
+        view.told = 0 if verdict.needy and view.rank == verdict.donors[0] and self._speaks else None
+        view.reducer = self._open_view(group)
+        healed, progress = self._heal(view, group, verdict)
+        view.next_round = NextRound(group, verdict, view.board)
+        ending = verdict.endings[view.rank]
+        with self._changed:
+            if view.group is not group:
+                raise RuntimeError(view.broken)  # this replica has left
+            left, self.view, self._next = self.view, view, None
+            if left is not None and set(left.members) - set(view.members):
+                self._failures = 0  # they may have been the reason
+            self.statistics.views += 1
+            if healed is not None:
+                self.statistics.healed_bytes += healed.nbytes
+                if self._arrival is not None and self._arrival.healed is not None:
+                    ending = self._arrival.ending
+            self._arrival = Arrival(view, verdict.born, verdict.name, ending, healed, progress)
+            self._changing = False
+            self._changed.notify_all()
+        self.client.entered(view.number, view.members, verdict.name)
+        if left is not None:
+            left.cut()
+
+    def _report(self, view: View) -> None:
+        """Tell the members of a view of this replica's state, while no round is under way."""
+        view.reported = True
+        if self._speaks:
+            digests = self.state.digests()
+            state = self._born, self._agreed, *self._name, self._sent_in, self.state.has_means
+            report = Report(*state, *digests, self._fresh)
+            view.board.post(REPORT.format(view.rank), report.to_bytes())
+
+    @property
+    def _speaks(self) -> bool:
+        """True for the first rank of a replica, which speaks for all of them."""
+        return self._inside is None or self._inside.rank == 0
+
+    @property
+    def _busy(self) -> bool:
+        return self._under_way is not None or self._following
+
+    def _await_round(self, view: View) -> None:
+        """Wait until no round is under way here, and no change is followed. A round that a member of the view in use
+        has left behind is cut off; so is one of a member that is lost, as the meeting point may not know that view."""
+        own = self.view
+        missing = own is not None and not set(own.members) <= set(view.members)
+
+        def left_behind() -> bool:
+            """A member has changed to the next view without this round."""
+            if own is None or self._under_way is None:
+                return False
+            both = (rank for rank, member in enumerate(view.members) if member in own.members)
+            words = filter(None, (view.board.values.get(REPORT.format(rank)) for rank in both))
+            return any(Report.from_bytes(word).name != (own.number, self._under_way) for word in words)
+
+        self._await_word(view, lambda: not self._busy or (missing and self._under_way is not None) or left_behind())
+        if self._busy:
+            assert own is not None
+            with self._changed:
+                own.broken = own.broken or "a member has changed to the next view before this round"
+            own.cut()
+            self._await_word(view, lambda: not self._busy)
+
+    def _await_word(self, view: View, ready: Callable[[], bool]) -> None:
+        view.board.wait_for(ready, self._meeting.patience)
+
+    def _heal(self, view: View, group: Group, verdict: Verdict) -> tuple[Healed | None, Progress | None]:
+        """Send this replica's share of the state to those that need it, or receive it."""
+        works, healed = self.state.start(group, verdict)
+        if healed is None:
+            # They are sent when the next round ends, in which those that are healed take part.
+            self._works = works
+            return None, None
+        received = list[Exception | None]()
+        start_thread(f"gradwire-healing-{view.number}", partial(wait_aside, works, received, view.board), None)
+        self._await_word(view, lambda: bool(received))
+        if received[0] is not None:
+            raise received[0]
+        view.board.post(HEALED.format(view.rank), b"")
+        self._await_word(view, lambda: PROGRESS in view.board.values)
+        return healed, Progress(*map(int, view.board.values[PROGRESS].split()))
+
+    @staticmethod
+    def _warn_of_diverged(view: View, verdict: Verdict) -> None:
+        if verdict.diverged:
+            members = ", ".join(str(view.members[rank]) for rank in verdict.diverged)
+            warnings.warn(
+                f"gradwire: replicas {members} had other bits than replica {view.members[verdict.donors[0]]} after "
+                f"round {verdict.name[1]}, and take its state: look for faulty memory, or for something else than this "
+                "LocalUpdates that writes to the global parameters",
+                stacklevel=1,
+            )
