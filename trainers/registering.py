@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..hooks import CompressState, compress_hook
-from ..hooks.ddp.model_lookup import ddp_of
+from ..hooks.ddp.model import ddp_of
 from ..hooks.ddp.registration import check_free, has_hook
 
 

@@ -36,7 +36,7 @@ class Front(Counted):
 
     #: The class or function that the user calls, for messages, and the message once it is closed.
     _owner: str
-    _closed_text: ClassVar[str]
+    _closed_text: ClassVar[str] = "this is closed"
     _group: Any
     _options: Options
     _device = torch.device("cpu")

@@ -29,9 +29,8 @@ from ..training.autograd_end import waited
 from ..training.awaited_gradient import AwaitedGradient
 from ..training.awaited_parameter import AwaitedParameter, awaited_class, release
 from ..training.optimizer_part import OptimizerStep
-from .ddp_options import finalized_by_hand, frees_buckets, join_mode
 from .hook import CompressState, compress_hook, futures_observed
-from .model_lookup import ddp_of, parameters_of
+from .model import ddp_of, finalized_by_hand, frees_buckets, join_mode, parameters_of
 
 
 @dataclass(eq=False)

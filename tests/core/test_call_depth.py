@@ -2,7 +2,8 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ Ranks = Callable[[int], Pool]
 ROOT = str(Path(gradwire.__file__).parent)
 
 
-def files_entered(rank: int, codec: Codec, exchange: Any) -> set[str]:
-    """Files of the library whose functions run between the hook's call and the mean, on any thread, for a bucket that
-    neither begins nor ends a step."""
+@contextmanager
+def watched() -> Iterator[tuple[set[str], Callable[[bool], None]]]:
+    """Files of the library whose functions run while a function says so, on its thread and on those that begin here."""
     files: set[str] = set()
     watching = False
 
@@ -32,31 +33,63 @@ def files_entered(rank: int, codec: Codec, exchange: Any) -> set[str]:
         if watching and event == "call" and frame.f_code.co_filename.startswith(ROOT):
             files.add(frame.f_code.co_filename.removeprefix(ROOT))
 
-    def hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def watch(on: bool) -> None:
         nonlocal watching
-        if bucket.index() != 1 or state.step < 4:
-            return compress_hook(state, bucket)
-        assert state._reducer is not None
-        state._reducer.session.pipeline.idle()  # the buckets before have ended
-        sys.setprofile(look)
-        watching = True
-        future = compress_hook(state, bucket)
-        future.wait()
-        watching = False
-        sys.setprofile(None)
-        return future
+        watching = on
+        sys.setprofile(look if on else None)
 
-    threading.setprofile(look)  # threads that begin from now on: the pipeline's
+    threading.setprofile(look)
     try:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
-        state = CompressState(ddp, codec, exchange=exchange)
-        ddp.register_comm_hook(state, hook)
-        train(rank, ddp, range(6))
-        state.close()
+        yield files, watch
     finally:
         threading.setprofile(None)
+
+
+def four_buckets(codec: Codec, exchange: Any, hook: Any) -> tuple[DistributedDataParallel, CompressState]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    state = CompressState(ddp, codec, exchange=exchange)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def files_entered(rank: int, codec: Codec, exchange: Any) -> set[str]:
+    """Files of the library whose functions run between the hook's call and the mean, on any thread, for a bucket that
+    neither begins nor ends a step."""
+    with watched() as (files, watch):
+
+        def hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if bucket.index() != 1 or state.step < 4:
+                return compress_hook(state, bucket)
+            assert state._reducer is not None
+            state._reducer.session.pipeline.idle()  # the buckets before have ended
+            watch(True)
+            future = compress_hook(state, bucket)
+            future.wait()
+            watch(False)
+            return future
+
+        ddp, state = four_buckets(codec, exchange, hook)
+        train(rank, ddp, range(6))
+        state.close()
+    return files
+
+
+def files_of_a_step(rank: int, codec: Codec, exchange: Any) -> set[str]:
+    """Files of the library whose functions run from the begin of a backward pass to the end of the optimizer's step."""
+    with watched() as (files, watch):
+        ddp, state = four_buckets(codec, exchange, compress_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(6):
+            loss = ddp(torch.ones(8, 64)).square().sum()
+            watch(step == 5)
+            loss.backward()
+            optimizer.step()
+        assert state._reducer is not None
+        state._reducer.session.pipeline.idle()
+        watch(False)
+        state.close()
     return files
 
 
@@ -67,6 +100,17 @@ def test_a_bucket_s_way_is_short(ranks: Ranks, codec: Codec, exchange: str, most
     for files in ranks(2).run(files_entered, codec, exchange):
         names = sorted(files)
         assert any(name.endswith("/reducer.py") for name in names)
+
+        assert len(names) <= most, names
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "most"), [(OneBit(), "two_pass", 26), (TopK(0.05), "split", 31)], ids=["onebit", "topk"]
+)
+def test_a_step_executes_few_files(ranks: Ranks, codec: Codec, exchange: str, most: int) -> None:
+    for files in ranks(2).run(files_of_a_step, codec, exchange):
+        names = sorted(files)
+        assert any(name.endswith("/front.py") for name in names)
 
         assert len(names) <= most, names
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from gradwire import CompressState, OneBit, TopK
 from gradwire.hooks.core.session import Session
-from gradwire.hooks.ddp.model_lookup import find_owner
+from gradwire.hooks.ddp.model import find_owner
 from gradwire.hooks.exchanges.gather import Gather
 from ranks import Pool, on_ranks
 from training import Ledger, data_of, perceptron, wrap

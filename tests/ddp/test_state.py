@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, TopK, Tracking, compress_hook
 from gradwire.compress.formats.wire import WIRE_VERSION
 from gradwire.hooks.core.options import Options
-from gradwire.hooks.ddp import model_lookup as owner
+from gradwire.hooks.ddp import model as owner
 from ranks import Pool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.core.checkpoint import Checkpoint
 from gradwire.hooks.core.reducer import Reducer, Step
-from gradwire.hooks.ddp.state import State
+from gradwire.hooks.ddp.hook import CompressState
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from training import digest, law
@@ -43,7 +43,7 @@ class Account:
     def __init__(self, kill_at: int | None = None) -> None:
         self.kill_at = kill_at
         self.digests: list[str] = []
-        self.state: State | None = None
+        self.state: CompressState | None = None
         self.start: dict[str, Tensor] = {}
         self.saved: dict[str, Tensor] | None = None  # at the first checkpoint
         self.wanted: dict[str, Tensor] = {}
@@ -51,18 +51,19 @@ class Account:
         self._end = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        account, reduce, bind, load, export = self, Reducer._reduce, State._bind, State._load, Checkpoint.export
+        account, reduce, export = self, Reducer._reduce, Checkpoint.export
+        bind, load = CompressState._bind, CompressState._load
 
         def looked_at(reducer: Reducer, step: Step, unit: Bucket, buffer: Tensor) -> Iterator[Any]:
             account._add(account.wanted, unit, buffer)
             yield from reduce(reducer, step, unit, buffer)
             account._add(account.received, unit, buffer)
 
-        def bound(state: State, *args: Any, **options: Any) -> Reducer:
+        def bound(state: CompressState, *args: Any, **options: Any) -> Reducer:
             account.state = state
             return bind(state, *args, **options)
 
-        def loaded(state: State, *args: Any) -> None:
+        def loaded(state: CompressState, *args: Any) -> None:
             load(state, *args)
             found = state._feedback.everything().get("residual", {})
             account.start = {name: residual.double().clone() for name, residual in found.items()}
@@ -74,7 +75,8 @@ class Account:
             return export(checkpoint, key, vectors)
 
         of_state = {"_bind": bound, "_load": loaded}
-        for what, by in ((Reducer, {"_reduce": looked_at}), (State, of_state), (Checkpoint, {"export": exported})):
+        of_others = (Reducer, {"_reduce": looked_at}), (Checkpoint, {"export": exported})
+        for what, by in ((CompressState, of_state), *of_others):
             self._end.enter_context(patch.multiple(what, **by))
         handle = register_optimizer_step_post_hook(self._stepped)
         self._end.callback(handle.remove)
