@@ -173,7 +173,7 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
             reducer.session.refuse(problem)
             raise RuntimeError(f"gradwire: {problem}")
         step = reducer.begin(number, self._options.choice(number), self._hyperparameters())
-        reducer.announce_step(step, self._buckets[0].bucket, 0, None)
+        reducer.announce_step(step, self._buckets[0].bucket)
         sent, futures = [], []
         for flat in self._buckets:  # each while those before it are in flight
             sent.append(self._encoded(flat))

@@ -246,7 +246,9 @@ class Reducer:
             self._left_early = number != dense_path.until
             self.controller.took_dense_path(dense_path.steps, dense_path.spans)
 
-    def announce_step(self, step: Step, bucket: Bucket | SparseGradient, saves: int, scaling: Scaling | None) -> None:
+    def announce_step(
+        self, step: Step, bucket: Bucket | SparseGradient, saves: int = 0, scaling: Scaling | None = None
+    ) -> None:
         """Compare the step with those of the other ranks.
 
         Args:

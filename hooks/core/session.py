@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..auto.planner import Choice, Fallback, Planner
 from ..comm import handshake
+from ..comm.between_steps import Reentered
 from ..comm.coded_message import NOT_CODED
 from ..comm.group import Group
 from ..comm.pipeline import Pipeline
@@ -60,6 +61,19 @@ class Announcement:
         """All ranks' words, as of the last wait."""
         words: list[list[int]] = self._every.tolist()
         return words
+
+    def equal(self) -> bool:
+        """True if all ranks have announced the same words last; waits for them, once."""
+        if self.in_flight is not None:
+            try:
+                self.in_flight.wait()
+            except RuntimeError as error:
+                if not isinstance(error, Reentered):
+                    self.in_flight = None
+                raise
+            self.in_flight = None  # not before: a signal handler may raise meanwhile
+            self.post_receives()
+        return len(set(map(tuple, self.words))) == 1
 
     def post_receives(self) -> None:
         """Post the receives of the next announcement, between two steps."""

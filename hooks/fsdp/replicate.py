@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import handshake
 from ..comm.between_steps import Reentered, between_steps, undivided
-from ..comm.group import Group
 from ..comm.pipeline import Pipeline
 from ..core.bucket import Bucket
 from ..core.discarded import DiscardedMeans
@@ -38,34 +37,6 @@ UNEQUAL = (
     "gradwire: in the last backward pass not all replicas had gradients of the same parameters: let all use the "
     "same ones, or give unused ones zeros by set_reduce_scatter_unused_params(True)"
 )
-
-
-class _UsedParameters:
-    """Comparison of the parameters that replicas have used, while their gradients are in flight.
-
-    Args:
-        group: a channel for that.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._announcement = Announcement(group, 1)
-
-    def tell(self, used: str) -> None:
-        """Send this replica's uses to the others; `agree` must follow."""
-        self._announcement.start(digest(used))
-
-    def agree(self) -> bool:
-        """True if all replicas have sent the same; waits for the others, once."""
-        if self._announcement.in_flight is not None:
-            try:
-                self._announcement.in_flight.wait()
-            except RuntimeError as error:
-                if not isinstance(error, Reentered):
-                    self._announcement.in_flight = None
-                raise
-            self._announcement.in_flight = None  # not before: a signal handler may raise meanwhile
-            self._announcement.post_receives()
-        return len({word for (word,) in self._announcement.words}) == 1
 
 
 @dataclass(frozen=True)
@@ -113,7 +84,8 @@ class FSDPState(BackwardFront):
             speaks=all(dist.get_rank(shards.process_group) == 0 for shards in self._shards),
             fallback=options.fallback, probes=options.exchange == "auto",
         ).session  # fmt: skip
-        self._uses = _UsedParameters(session.control.channel("used parameters"))
+        #: The parameters that replicas have used, compared while their gradients are in flight.
+        self._uses = Announcement(session.control.channel("used parameters"), 1)
         for shards in self._shards:
             shards.attach(self._reduce)
         for shards in self._frozen:  # if they are trained later on, nothing reduces them among the replicas
@@ -165,11 +137,11 @@ class FSDPState(BackwardFront):
         bucket = shards.bucket(buffer, self._excluded, self._feedback.strategy)
         step, outside = self._open, False
         if step is None:
-            if not self._uses.agree():  # over NCCL, where the host has not waited for the last comparison
+            if not self._uses.equal():  # over NCCL, where the host has not waited for the last comparison
                 raise RuntimeError(UNEQUAL)
             step = self._begin(reducer)
             outside = not self._by_hand.active and not self._queue_end(step)
-            reducer.announce_step(step, bucket, 0, None)
+            reducer.announce_step(step, bucket)
         step.names |= bucket.names
         future = reducer.reduce(step, bucket, buffer)
         names = shards.held
@@ -194,7 +166,7 @@ class FSDPState(BackwardFront):
         self._close_step(step, self._reducer)
         pipeline, submitted = self._reducer.session.pipeline, self._submitted
         used = repr((step.number, sorted((part.shards.index, sorted(part.names)) for part in submitted)))
-        self._uses.tell(used)
+        self._uses.start(digest(used))
         interruption = waited(partial(self._agree, step, pipeline), lambda error: isinstance(error, RuntimeError))
         self._deliver(step, pipeline, interruption)
 
@@ -202,7 +174,7 @@ class FSDPState(BackwardFront):
         """Raise RuntimeError, on all replicas, if not all have submitted the same."""
         assert self._reducer is not None
         try:
-            if pipeline.threaded and not self._uses.agree():
+            if pipeline.threaded and not self._uses.equal():
                 raise RuntimeError(UNEQUAL)
         except RuntimeError as error:
             if not isinstance(error, Reentered):

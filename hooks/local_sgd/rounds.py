@@ -243,7 +243,7 @@ class RoundRunner(Front):
         choice = UNCOMPRESSED if sent.uncompressed else self._options.choice(self.number)
         step = reducer.begin(self.number, choice, {"pieces of the model": pieces})
         self._step += 1
-        reducer.announce_step(step, parts[0].bucket, 0, None)
+        reducer.announce_step(step, parts[0].bucket)
         sent.buffers, sent.futures, former = [], [], sent.copies
         sent.steps = self.progress.steps if former is None else sent.steps
         for index, shared in enumerate(parts):  # the first is in flight while the next difference is computed

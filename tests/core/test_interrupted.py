@@ -14,7 +14,7 @@ from gradwire import Identity, LocalUpdates, Rounds, TopK, compress_fsdp
 from gradwire.hooks.comm.between_steps import Reentered
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.core.dense_path import DensePath, Sum
-from gradwire.hooks.fsdp.replicate import _UsedParameters
+from gradwire.hooks.core.session import Announcement
 from gradwire.optim import OneBitAdam
 from lacking import needs_reduce_scatter
 from ranks import Pool
@@ -39,7 +39,7 @@ def disturbed(owner: Any, name: str, raised: BaseException) -> Iterator[None]:
     wait, left = getattr(owner, name), list[bool]()
 
     def leaves(*given: Any) -> Any:
-        words = getattr(given[0], "_announcement", None)
+        words = given[0] if isinstance(given[0], Announcement) else None
         if not left and (words is None or words.in_flight is not None):
             left.append(True)
             raise raised
@@ -122,7 +122,7 @@ def test_ddp_goes_on(ranks: Ranks, way: str, raised: BaseException) -> None:
 
 def sharded(rank: int, way: str, raised: BaseException | None) -> list[str]:
     mesh = mesh_of((2, 1))
-    left: tuple[Any, str] = (Pipeline, "wait") if way == "means" else (_UsedParameters, "agree")
+    left: tuple[Any, str] = (Pipeline, "wait") if way == "means" else (Announcement, "equal")
     model: Any = perceptron()
     fully_shard(model[0], mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
