@@ -20,7 +20,7 @@ from gradwire import sparse_all_reduce
 from gradwire.hooks.network import probe
 from gradwire.hooks.sparse import all_reduce as sparse
 from gradwire.hooks.sparse.validation import ALGORITHMS
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
 from torch import Tensor
@@ -296,7 +296,22 @@ def law(ranks: Ranks, sequence: list[Call]) -> None:
 drawn = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
+#: Each layout, graph and mode by every algorithm, in the memory of the call before.
+EACH = [
+    Call(40, "float32", "sum", algorithm, 1e-9, sides)
+    for algorithm in ALGORITHMS
+    for sides in (
+        (
+            Side(values="negated", indices="a column", mode="inference"),
+            Side(values="a column", graph="leaf", out="inner"),
+        ),
+        (Side(values="from the middle", graph="inner", out="leaf"), Side(values="one number", out="inner")),
+    )
+]
+
+
 @settings(drawn, max_examples=14)
+@example(sequence=EACH)
 @given(sequence=sequences)
 def test_any_calls(ranks: Ranks, sequence: list[Call]) -> None:
     law(ranks, sequence)
