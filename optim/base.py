@@ -375,7 +375,11 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
         for flat, place, name, found in replaced:
             p = flat.parameters[place]
             try:
-                values = None if found is None else torch.as_tensor(found).detach()
+                # `as_tensor` of a tensor would move it to the default device.
+                values = (
+                    found if found is None or isinstance(found, Tensor) else torch.as_tensor(found, device=p.device)
+                )
+                values = None if values is None else values.detach()
             except Exception:  # of something that is no number
                 values = torch.empty(0, device="meta")
             if values is not None and (values.shape != p.shape or values.is_meta):

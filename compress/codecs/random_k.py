@@ -117,7 +117,11 @@ class RandomKKernels(Kernels[RandomK]):
         self, codec: RandomK, wire: Tensor, numel: int, workspace: Workspace
     ) -> tuple[Tensor, Tensor, Tensor]:
         words, values = wire[:16].view(torch.int32), wire[16:].view(torch.float32)
-        return pick(words, numel, len(values)).int(), values, torch.full((1,), len(values), device=wire.device).int()
+        return (
+            pick(words, numel, len(values)).int(),
+            values,
+            torch.full((1,), len(values), dtype=torch.int32, device=wire.device),
+        )
 
 
 def pick(words: Tensor, numel: int, k: int) -> Tensor:

@@ -179,7 +179,10 @@ class ScatterState(Counted):
             self._counted = self._statistics.dense_bytes, self._statistics.bytes_sent
             self._session.begin()
             outside = not self._by_hand.active and not AtEnd(self._ended, self._raised).queue()
-        self._open[part.shards.index] = part  # the last one, of a module that is used twice in a pass
+        if part.shards.index in self._open:
+            self._follow_stream()
+            part.reduced_again()
+        self._open[part.shards.index] = part
         return outside
 
     def _announce_step(self) -> None:
@@ -201,6 +204,8 @@ class ScatterState(Counted):
     def _ended(self) -> None:
         if self._open is None:
             return
+        for part in self._open.values():
+            part.means_before = None
         self._open, choice = None, self._options.choice(self._step)
         self._follow_stream()
         self._session.post_receives()

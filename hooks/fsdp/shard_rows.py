@@ -61,6 +61,8 @@ class Unsharded:
         self._earlier = torch.zeros(2, dtype=torch.int64, device=device)
         #: True if the last step can be put back: the received codes are still in memory.
         self._kept_last = False
+        #: Means of this pass before the last one, added up, of a module that is used more than once in it.
+        self.means_before: Tensor | None = None
 
     def usual_contribution(self) -> float:
         """`contribution` by FSDP's settings as they are now."""
@@ -148,12 +150,23 @@ class Unsharded:
                     part.copy_(total)
                     rest.copy_(torch.where(total.isfinite(), total.sub_(part), rest))
 
+    def reduced_again(self) -> None:
+        """The module is used once more in this pass: note the last mean, which `put_back` must return, too."""
+        if self._kept_last:
+            self.exchange.decode(self._own_mean())
+            self.means_before = (
+                self._own_mean().clone() if self.means_before is None else self.means_before.add_(self._own_mean())
+            )
+
     def put_back(self) -> None:
-        """Return the last mean to this rank's residual: it is not applied."""
+        """Return the means of this pass to this rank's residual: they are not applied."""
         if self._kept_last:
             self._kept_last = False
             self.exchange.decode(self._own_mean())
-            self._give_back(self._own_mean(), self.columns.keys() & self.shards.used)
+            for mean in (self._own_mean(), self.means_before):
+                if mean is not None:
+                    self._give_back(mean, self.columns.keys() & self.shards.used)
+        self.means_before = None
 
     def collect(self, name: str, kept: Tensor | None) -> tuple[Tensor, Work]:
         """Start to collect this rank's shard of all ranks' residuals of a parameter, for `outstanding`. A collective.

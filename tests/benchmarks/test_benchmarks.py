@@ -628,5 +628,5 @@ def test_the_help_says_what_each_arm_is(command: str, capsys: pytest.CaptureFixt
         cli.main([command, "--help"])
     said = capsys.readouterr().out
     assert "--arms ARM [ARM ...]" in said
-    assert re.search(r"\narms:\n(  [\w.-]+ +\S.+\n)+$", said)
+    assert re.search(r"\narms:\n(  [\w.-]+ +\S.+\n( {6,}\S.+\n)*)+$", said)
     assert re.search(r"^  onebit +(gradwire, )?OneBit\(block=\d+\)", said, re.MULTILINE)

