@@ -6,7 +6,7 @@ the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,9 @@ from ...compress.formats.layout import Layout
 from ..comm.pipeline import Pipeline
 from ..timeouts import RAISED_TIMEOUT
 from .reducer import Step
+
+#: Flat means by layout.
+Means = Sequence[tuple[Layout, Tensor]]
 
 
 class DiscardedMeans:
@@ -46,6 +49,10 @@ class DiscardedMeans:
             returned = [(slot, None) for slot in layout if names is None or slot.name in names]
             self._feedback.restore(layout, mean, returned)
         return torch.empty(0, device="cpu")
+
+    def copied(self, step: Step) -> Means:
+        """Copies of a step's means, by layout, of what has a residual."""
+        return [(layout, mean.clone()) for layout, mean, _ in self._returned(step)]
 
     def without(self, step: Step | None) -> dict[str, dict[str, Tensor]]:
         """`FeedbackStore.everything`, as if the means of this step had returned to the residuals; these stay as they

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ..comm import handshake
 from ..comm.between_steps import Reentered, between_steps, undivided
 from ..comm.pipeline import Pipeline
 from ..core.bucket import Bucket
-from ..core.discarded import DiscardedMeans
+from ..core.discarded import DiscardedMeans, Means
 from ..core.front import BackwardFront
 from ..core.options import Exclude, excluded_names
 from ..core.reducer import Step
@@ -68,6 +68,8 @@ class FSDPState(BackwardFront):
         self._parameters: dict[str, nn.Parameter] = {}
         self._excluded: frozenset[str] = frozenset()
         self._submitted: list[_Submitted] = []
+        #: Means of steps that ended before the pass did, and the parameters to whose gradients they were added.
+        self._earlier: list[tuple[Means, Set[str]]] = []
         self._statistics = Statistics()
         problem: Exception | None = None
         try:
@@ -129,7 +131,7 @@ class FSDPState(BackwardFront):
             output.zero_()
             return
         if self._open is not None and not self._open.names.isdisjoint(shards.parameters):
-            self._ended(self._open)  # a module that is used twice in a pass is reduced twice
+            self._ended(self._open, again=True)  # a module that is used twice in a pass is reduced twice
         pipeline = reducer.session.pipeline
         if pipeline.threaded:
             shards.check_hooks()
@@ -159,8 +161,8 @@ class FSDPState(BackwardFront):
             self._ended(step)
 
     @undivided
-    def _ended(self, step: Step | None) -> None:
-        """End a step: the pass is over, or the next gradients are of a module that is in this step already."""
+    def _ended(self, step: Step | None, again: bool = False) -> None:
+        """End a step: the pass is over, or `again`: the next gradients are of a module that is in this step already."""
         if step is None or step is not self._open or self._reducer is None:
             return
         self._close_step(step, self._reducer)
@@ -168,7 +170,7 @@ class FSDPState(BackwardFront):
         used = repr((step.number, sorted((part.shards.index, sorted(part.names)) for part in submitted)))
         self._uses.start(digest(used))
         interruption = waited(partial(self._agree, step, pipeline), lambda error: isinstance(error, RuntimeError))
-        self._deliver(step, pipeline, interruption)
+        self._deliver(step, pipeline, interruption, again)
 
     def _agree(self, step: Step, pipeline: Pipeline) -> None:
         """Raise RuntimeError, on all replicas, if not all have submitted the same."""
@@ -182,7 +184,7 @@ class FSDPState(BackwardFront):
                 self._discard(step)
             raise
 
-    def _deliver(self, step: Step, pipeline: Pipeline, interruption: BaseException | None) -> None:
+    def _deliver(self, step: Step, pipeline: Pipeline, interruption: BaseException | None, again: bool) -> None:
         """Wait for the means, and add them as FSDP would; then raise `interruption`, from a signal handler."""
         try:
             interruption = self._await_means() or interruption
@@ -200,6 +202,9 @@ class FSDPState(BackwardFront):
         if unused:
             # No replica has a gradient of these: their mean, of residuals alone, reaches no optimizer.
             pipeline.submit(partial(self._discarded.keep, step, unused)).wait()
+        # If the pass raises later on, nobody applies these either.
+        applied = step.names - unused
+        self._earlier = [*self._earlier, (self._discarded.copied(step), applied)] if again else []
         step.reduced.clear()  # else FSDP's gradients would live as long as the step
         if interruption is not None:
             raise_at_end(interruption)
@@ -213,6 +218,17 @@ class FSDPState(BackwardFront):
         for part in self._submitted:
             part.shards.held = frozenset()
         self._submitted.clear()
+        earlier, self._earlier = self._earlier, []
+        pipeline = self._running().session.pipeline if self._reducer is not None else None
+        if earlier and pipeline is not None and not pipeline.failed:
+            pipeline.submit(partial(self._return, earlier)).wait()
+
+    def _return(self, earlier: Sequence[tuple[Means, Set[str]]]) -> Tensor:
+        """Return copied means to the residuals. Runs on the pipeline."""
+        for means, names in earlier:
+            for layout, mean in means:
+                self._feedback.restore(layout, mean, [(slot, None) for slot in layout if slot.name in names])
+        return torch.empty(0, device="cpu")
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -327,6 +327,7 @@ def test_without_a_gpu_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_kernel_is_run_once_for_the_sanitizer() -> None:
     with emulated_gpu(EmulatedDevice(check=False)) as device, use_backend("cuda"):
         for family in (*paths.FAMILIES, paths.ENTRIES):

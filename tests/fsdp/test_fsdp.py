@@ -410,6 +410,14 @@ def setups(draw: st.DrawFn) -> Sharded:
     )
 
 
+@needs_reset
+@pytest.mark.parametrize(("mesh", "scatter"), [((2, 1), False), ((1, 2), True)])
+def test_a_pass_that_raises_wherever_it_is_loses_nothing(ranks: Ranks, mesh: tuple[int, int], scatter: bool) -> None:
+    """Also of a module that is used twice in it, whose first mean is in the gradients already."""
+    setup = Sharded(mesh, OneBit(), scatter=scatter)
+    assert not verdict(ranks, setup, ["raise", "local", *["raise"] * 4, "save", "step", "step"])
+
+
 def test_drawn_configurations_and_events(ranks: Ranks) -> None:
     play_drawn(ranks, setups(), EVENTS, 8)
 
