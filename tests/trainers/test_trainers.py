@@ -205,7 +205,7 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 LIGHTNING = pytest.param("lightning", marks=needs("lightning"))
 ACCELERATE = pytest.param("accelerate", marks=needs("accelerate", "transformers"))
 TRANSFORMERS = pytest.param("transformers", marks=needs("accelerate", "transformers"))
-SOME = [(None, False), ("OneBit", False), ("TopK", True)]
+SOME = [(None, False), ("Identity", False), ("TopK", False), ("TopK", True)]
 ALL = [(codec, resume) for codec in (None, *CODECS) for resume in (False, True)]
 
 
