@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -61,7 +62,7 @@ class ChunkedTopK(BlockCodec):
         if not known or self.values not in VALUE_BITS:
             raise ValueError(f"values={self.values!r}: expected one of {', '.join(map(str, VALUE_BITS))}")
 
-    @property
+    @cached_property  # kernels ask for it with every bucket
     def block_size(self) -> int:
         return self.chunk
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from ..codec import BlockCodec, check_choice
@@ -32,7 +33,7 @@ class OneBit(BlockCodec):
         self._check_block(self.block)
         check_choice("scale", self.scale, ("sided", "symmetric"))
 
-    @property
+    @cached_property  # kernels ask for it with every bucket
     def block_size(self) -> int:
         return self.block
 

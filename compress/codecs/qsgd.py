@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from ..codec import BlockCodec, check_choice
@@ -47,7 +48,7 @@ class QSGD(BlockCodec):
         """s, the number of levels above zero."""
         return (1 << (self.bits - 1)) - 1
 
-    @property
+    @cached_property  # kernels ask for it with every bucket
     def block_size(self) -> int:
         return self.block
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from ..codec import BlockCodec
@@ -35,7 +36,7 @@ class Ternary(BlockCodec):
     def __post_init__(self) -> None:
         self._check_block(self.block)
 
-    @property
+    @cached_property  # kernels ask for it with every bucket
     def block_size(self) -> int:
         return self.block
 

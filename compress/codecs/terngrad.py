@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from ..codec import BlockCodec, check_choice, check_number
@@ -36,7 +37,7 @@ class TernGrad(BlockCodec):
         check_number("clip", self.clip, 0.0, float("inf"))
         check_choice("rounding", self.rounding, ("stochastic", "nearest"))
 
-    @property
+    @cached_property  # kernels ask for it with every bucket
     def block_size(self) -> int:
         return self.block
 

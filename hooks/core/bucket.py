@@ -153,7 +153,9 @@ class Bucket:
         if self.keeps_uncompressed:
             self.uncompressed.copy_(feedback.drain(self.uncompressed_layout, self.uncompressed))
         yield from self.exchange.reduce(operands)
-        operands.let_go(self.uncompressed)
+        if operands.grad.is_cuda:
+            operands.read_on_this_stream()
+        operands.grad = operands.out = self.uncompressed  # holds nothing between steps
         for port in self.exchange.ports:
             port.post_receives()
         if self.kept is not None:

@@ -72,11 +72,10 @@ class ExchangeArgs:
     owner_draw: Tensor
     step: int = 0
 
-    def let_go(self, nothing: Tensor) -> None:
-        """Hold nothing between steps."""
-        if self.grad is not self.out and self.grad.is_cuda:  # made on the stream that encodes, and read on this one
+    def read_on_this_stream(self) -> None:
+        """On a GPU: `grad` may have been made on the stream that encodes, and has been read on the current one."""
+        if self.grad is not self.out:
             self.grad.record_stream(torch.cuda.current_stream(self.grad.device))
-        self.grad = self.out = nothing
 
 
 class Exchange(ABC):

@@ -129,7 +129,9 @@ class Unsharded:
             self._unpack(operands.out, output)
             if self._feedback.holds(self.layout):  # parameters without a gradient were sent their residual
                 self._give_back(operands.out, self.columns.keys() - self.shards.used)
-        operands.let_go(self._uncompressed_rows)
+        if operands.grad.is_cuda:
+            operands.read_on_this_stream()
+        operands.grad = operands.out = self._uncompressed_rows  # holds nothing between steps
         if times_mean != 1.0:
             output.mul_(times_mean)
         for port in self.exchange.ports:

@@ -94,7 +94,7 @@ def files_of_a_step(rank: int, codec: Codec, exchange: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("codec", "exchange", "most"), [(OneBit(), "two_pass", 16), (TopK(0.05), "split", 21)], ids=["onebit", "topk"]
+    ("codec", "exchange", "most"), [(OneBit(), "two_pass", 14), (TopK(0.05), "split", 20)], ids=["onebit", "topk"]
 )
 def test_a_bucket_s_way_is_short(ranks: Ranks, codec: Codec, exchange: str, most: int) -> None:
     for files in ranks(2).run(files_entered, codec, exchange):
@@ -105,7 +105,7 @@ def test_a_bucket_s_way_is_short(ranks: Ranks, codec: Codec, exchange: str, most
 
 
 @pytest.mark.parametrize(
-    ("codec", "exchange", "most"), [(OneBit(), "two_pass", 27), (TopK(0.05), "split", 32)], ids=["onebit", "topk"]
+    ("codec", "exchange", "most"), [(OneBit(), "two_pass", 25), (TopK(0.05), "split", 31)], ids=["onebit", "topk"]
 )
 def test_a_step_executes_few_files(ranks: Ranks, codec: Codec, exchange: str, most: int) -> None:
     for files in ranks(2).run(files_of_a_step, codec, exchange):
