@@ -1,4 +1,4 @@
-"""What authors of codecs, feedback strategies, exchanges and backends need, in one place.
+"""Names for authors of codecs, feedback strategies, exchanges and backends, in one place.
 
 `CONTRIBUTING.md` says what each must define; `examples/plugins` has a codec and an exchange that run. A codec or a
 strategy is passed to a state as it is; an exchange and a backend are registered, alike on every rank.

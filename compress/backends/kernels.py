@@ -16,7 +16,7 @@ from .places import add_at
 
 
 class CodecLike(Protocol):
-    """What kernels ask of any codec: see `compress.codec`, which a backend does not import."""
+    """A codec, as far as kernels know it: see `compress.codec`, which a backend does not import."""
 
     @property
     def stochastic(self) -> bool: ...
@@ -27,7 +27,7 @@ class CodecLike(Protocol):
 
 
 class BlockLike(CodecLike, Protocol):
-    """What they ask of a codec of one record a block."""
+    """A codec of one record a block."""
 
     @property
     def block_size(self) -> int: ...

@@ -208,7 +208,7 @@ class EntryKernels(ABC):
 
 
 class SparseLike(CodecLike, Protocol):
-    """What they ask of a sparse codec: see `compress.sparse_codec`."""
+    """A sparse codec, as far as kernels know it: see `compress.sparse_codec`."""
 
     @property
     def packs_indices(self) -> bool: ...

@@ -110,7 +110,7 @@ class Front(Counted):
 
     @property
     def _checkpoint(self) -> Checkpoint:
-        """What there is to save now."""
+        """The checkpoint of the state as it is now."""
         raise NotImplementedError
 
     def _resume(self, saved: Mapping[str, Any], vectors: Vectors | None) -> None:

@@ -1,4 +1,4 @@
-"""What the hook has to know of DDP models: parameters, options, and means that they do not apply."""
+"""DDP models, as the hook sees them: parameters, options, and means that they do not apply."""
 
 from __future__ import annotations
 

@@ -299,6 +299,37 @@ def learn(feedback: Callable[[Tensor, int], Tensor]) -> float:
     return loss / first
 
 
+def residual_of_learning(codec: Codec) -> tuple[float, float]:
+    """The largest residual in units of the largest gradient, both in norm, and how far the loss fell."""
+    numel = 2560
+    residual, wire = torch.zeros(numel), torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
+    workspace = codec.workspace(numel)
+    largest = {"gradient": 0.0, "residual": 0.0}
+
+    def feedback(grad: Tensor, step: int) -> Tensor:
+        largest["gradient"] = max(largest["gradient"], float(grad.norm()))
+        codec.encode_feedback(grad, residual, wire, new_draw(0, step), workspace)
+        largest["residual"] = max(largest["residual"], float(residual.norm()))
+        out = torch.zeros(numel)
+        codec.decode_add(wire, out, 1.0, workspace)
+        return out
+
+    fell = learn(feedback)
+    return largest["residual"] / largest["gradient"], fell
+
+
+@pytest.mark.parametrize("codec", [c for c in VARIANTS if not c.lossless and c != TopK(0.001)], ids=str)
+def test_residuals_stay_bounded_while_a_model_learns(codec: Codec) -> None:
+    residual, loss = residual_of_learning(codec.with_feedback())
+    assert residual < 60
+    assert loss < 0.7
+
+
+def test_feedback_around_an_expanding_code_is_noticed() -> None:
+    residual, _ = residual_of_learning(QSGD(bits=2, block=2560, norm="l2"))
+    assert residual > 60
+
+
 @every_dtype
 @pytest.mark.parametrize("codec", [OneBit(block=256), TopK(0.02)], ids=str)
 def test_a_model_learns_as_with_float32(codec: Codec, dtype: torch.dtype) -> None:

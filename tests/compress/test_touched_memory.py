@@ -1,4 +1,4 @@
-"""What codecs touch, and what they draw."""
+"""The memory that codecs touch, and the numbers that they draw."""
 
 from __future__ import annotations
 
