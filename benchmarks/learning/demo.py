@@ -69,7 +69,7 @@ class Run:
 
 
 def task_of(ranks: int, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> Text:
-    """The task of the demo. A residual keeps back what arrives late, and goes with less momentum than usual; float32 ends
+    """The demo's task. A residual keeps back what arrives late, and goes with less momentum than usual; float32 ends
     lower with it too."""
     rates = {"adamw": learning_rate}
     task = dataclasses.replace(SMALL, name="demo", steps=steps, batch=BATCH * ranks, optimizer="adamw", beta=0.5)
