@@ -39,19 +39,6 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     assert len(threads) == 1
 
 
-def test_submitting_does_not_wait() -> None:
-    pipeline, gate = Pipeline("test"), threading.Event()
-
-    def blocked() -> torch.Tensor:
-        assert gate.wait(10)
-        return torch.zeros(1)
-
-    future = pipeline.submit(blocked)
-    assert not future.done()
-    gate.set()
-    future.wait()
-
-
 def test_after_an_error_nothing_runs_any_more() -> None:
     pipeline, ran = Pipeline("test"), []
 

@@ -1,4 +1,4 @@
-"""The emulator itself: CUDA's semantics, sample kernels against NumPy, and bugs that the checked build must report."""
+"""The emulator itself: CUDA's semantics, and bugs that the checked build must report. Codecs' tests hold the rest."""
 
 from __future__ import annotations
 
@@ -37,17 +37,8 @@ def semantics(checked: bool) -> Module:
 
 
 @pytest.fixture(scope="module")
-def samples(checked: bool) -> Module:
-    return Module(SAMPLES / "samples.cu", check=checked)
-
-
-@pytest.fixture(scope="module")
 def bugs() -> Module:
     return Module(SAMPLES / "bugs.cu", check=True)
-
-
-def divided_up(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def nans(shape: int | tuple[int, ...]) -> Array:
@@ -138,171 +129,6 @@ def test_fibers_of_other_processors(checked: bool) -> None:
 # ---- sample kernels
 
 
-@every_schedule
-@pytest.mark.parametrize("n", [1, 31, 1000, 1024, 5000])
-def test_onebit(samples: Module, n: int, schedule: dict[str, Any]) -> None:
-    rng = np.random.default_rng(n)
-    grad, before = rng.standard_normal(n).astype(float32), rng.standard_normal(n).astype(float32) * float32(0.1)
-    residual, blocks = before.copy(), divided_up(n, 1024)
-    words, means = np.full(divided_up(n, 32), 0xAAAAAAAA, uint32), nans((blocks, 2))
-    encode = samples.get_function("onebit_encode", **schedule)
-    encode((blocks,), (256,), (grad, residual, words, means, n))
-    total = grad + before
-    positive = np.zeros(divided_up(n, 32) * 32, np.uint8)
-    positive[:n] = total >= 0
-    np.testing.assert_array_equal(words, np.packbits(positive, bitorder="little").view(uint32))
-    for block, mean in enumerate(means):
-        values = total[block * 1024 : (block + 1) * 1024].astype(np.float64)
-        sides = values[values >= 0], values[values < 0]
-        np.testing.assert_allclose(mean, [side.mean() if len(side) else 0 for side in sides], rtol=2e-6)
-    by_element = np.repeat(means, 1024, axis=0)[:n]
-    decoded = np.where(positive[:n], by_element[:, 0], by_element[:, 1])
-    np.testing.assert_array_equal(residual, total - decoded)
-    out = nans(n)
-    decode = samples.get_function("onebit_decode", **schedule)
-    decode((divided_up(n, 128),), (128,), (words, means, out, 1024, n))
-    np.testing.assert_array_equal(out, decoded)
-
-
-def philox(counter: Sequence[Any], key: Sequence[int]) -> Array:
-    """Philox4x32-10: four numbers for each counter."""
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    c0, c1, c2, c3 = (np.asarray(part, np.uint64) for part in counter)
-    for turn in range(10):
-        k0, k1 = (np.uint64((k + turn * weyl) % 2**32) for k, weyl in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
-        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
-    return np.stack([part.astype(uint32) for part in (c0, c1, c2, c3)], -1)
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),  # from Random123's known-answer tests
-    [
-        ((0,) * 4, (0,) * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ],
-)
-def test_philox(samples: Module, counter: Sequence[int], key: Sequence[int], expected: str) -> None:
-    out = np.zeros(4, uint32)
-    samples.get_function("philox_raw")((1,), (1,), (out, *key, *counter))
-    assert " ".join(f"{number:08x}" for number in out) == expected
-    np.testing.assert_array_equal(philox(counter, key), out)
-
-
-@every_schedule
-@pytest.mark.parametrize("n", [1, 7, 1024, 5003])
-def test_qsgd(samples: Module, n: int, schedule: dict[str, Any]) -> None:
-    blocks, words = divided_up(n, 1024), divided_up(n, 8)
-    padded = np.zeros(blocks * 1024, float32)
-    x = padded[:n]
-    x[:] = np.random.default_rng(n).standard_normal(n)
-    codes, norms = np.full(words, 0xAAAAAAAA, uint32), nans(blocks)
-    encode = samples.get_function("qsgd4_encode", **schedule)
-    encode((blocks,), (128,), (x, codes, norms, n, 123, 456, 7))
-
-    largest = np.abs(padded.reshape(blocks, 1024)).max(1)
-    np.testing.assert_array_equal(norms, largest)
-    word = np.arange(words)
-    draws = [philox((word, np.full(words, half), np.full(words, 7), np.zeros(words)), (123, 456)) for half in (0, 1)]
-    noise = (np.concatenate(draws, -1).reshape(-1) >> 8).astype(float32) * float32(2**-24)
-    padded = padded[: words * 8]
-    scale = np.repeat((float32(7) / largest).astype(float32), 1024)[: words * 8]
-    levels = np.clip(np.floor(np.abs(padded) * scale + noise), 0, 7).astype(uint32)
-    quantized = levels | np.where(padded < 0, 8, 0).astype(uint32)
-    packed = (quantized.reshape(-1, 8) << (4 * np.arange(8, dtype=uint32))).sum(1, dtype=uint32)
-    np.testing.assert_array_equal(codes, packed)
-
-    out = torch.zeros(n, dtype=torch.bfloat16)
-    decode = samples.get_function("qsgd4_decode_bf16", **schedule)
-    decode((divided_up(n, 256),), (256,), (codes, norms, out, 1024, n))
-    step = np.repeat((largest / float32(7)).astype(float32), 1024)[:n]
-    decoded = step * levels[:n].astype(float32) * np.where(padded[:n] < 0, float32(-1), float32(1))
-    assert torch.equal(out, torch.from_numpy(decoded.astype(float32)).bfloat16())
-
-
-def kth_largest(samples: Module, x: Array, k: int, schedule: dict[str, Any]) -> Array:
-    """Of the magnitudes' bits, by a radix select of four passes; and how many equal ones belong to the k largest."""
-    histogram, state = np.zeros(256, uint32), np.array([0, k], uint32)
-    for shift in (24, 16, 8, 0):
-        count = samples.get_function("radix_hist", **schedule)
-        count((7,), (256,), (x, histogram, state, shift, len(x)), shared_mem=1024)
-        samples.get_function("radix_pick", **schedule)((1,), (256,), (histogram, state, shift))
-    return state
-
-
-@every_schedule
-@pytest.mark.parametrize(("n", "k"), [(50, 1), (1000, 10), (5000, 500), (5000, 5000)])
-def test_topk(samples: Module, n: int, k: int, schedule: dict[str, Any]) -> None:
-    x = np.random.default_rng(n + k).standard_normal(n).astype(float32)
-    x[::7] = x[0]  # ties
-    magnitudes = np.abs(x).view(uint32)
-    state = kth_largest(samples, x, k, schedule)
-    assert state[0] == np.partition(magnitudes, n - k)[n - k]
-    kept = np.nonzero(magnitudes >= state[0])[0]
-
-    indices, values, count = np.full(n, -1, int32), nans(n), np.zeros(1, uint32)
-    compact = samples.get_function("compact", **schedule)
-    compact((divided_up(n, 256),), (256,), (x, state, indices, values, count, n, n))
-    found = int(count[0])
-    order = np.argsort(indices[:found])
-    np.testing.assert_array_equal(indices[:found][order], kept)
-    np.testing.assert_array_equal(values[:found][order], x[kept])
-    assert (indices[found:] == -1).all()
-
-    out, expected = np.zeros(n, float32), np.zeros(n, float32)
-    expected[kept] = x[kept]
-    for _ in range(2):
-        scatter = samples.get_function("scatter_add", **schedule)
-        scatter((divided_up(found, 128),), (128,), (out, indices, values, float32(0.5), found, n))
-    np.testing.assert_array_equal(out, expected)
-
-
-@every_schedule
-@pytest.mark.parametrize("resident", [1, 3, 40])
-def test_blocks_that_wait_for_earlier_blocks(samples: Module, resident: int, schedule: dict[str, Any]) -> None:
-    n, blocks = 5000, 40
-    x = np.random.default_rng(n).standard_normal(n).astype(float32)
-    state = np.array([np.float32(1).view(uint32), 0], uint32)
-    indices, values, count = np.full(n, -1, int32), nans(n), np.zeros(1, uint32)
-    status, ticket = np.zeros(blocks, uint32), np.zeros(1, uint32)
-    compact = samples.get_function("compact_lookback", **schedule)
-    compact((blocks,), (128,), (x, state, indices, values, status, ticket, count, n), resident=resident)
-    kept = np.nonzero(np.abs(x) >= 1)[0]
-    assert count[0] == len(kept)
-    np.testing.assert_array_equal(indices[: len(kept)], kept)
-    np.testing.assert_array_equal(values[: len(kept)], x[kept])
-
-
-def test_conversions(samples: Module, checked: bool) -> None:
-    """Every float16, every bfloat16, what lies between neighbours, and random bits, as NumPy and torch convert them."""
-    every_half = np.arange(65536, dtype=np.uint16).view(np.float16).astype(float32)
-    every_bfloat = (np.arange(65536, dtype=uint32) << 16).view(float32)
-    bits = np.random.default_rng(0).integers(0, 2**32, 20_000 if checked else 400_000, dtype=uint32)
-    with np.errstate(all="ignore"):
-        between = ((every_half[:-1].astype(np.float64) + every_half[1:]) / 2).astype(float32)
-        beside = np.nextafter(every_half, np.inf, dtype=float32)
-        x = np.concatenate([every_half, every_bfloat, bits.view(float32), beside, between])
-        halves = x.astype(np.float16)
-    n, number = len(x), ~np.isnan(x)
-    half, bfloat = np.zeros(n, np.float16), torch.zeros(n, dtype=torch.bfloat16)
-    from_half, from_bfloat = nans(n), nans(n)
-    convert = samples.get_function("convert")
-    convert((divided_up(n, 256),), (256,), (x, half, bfloat, from_half, from_bfloat, n))
-
-    np.testing.assert_array_equal(half.view(np.uint16)[number], halves.view(np.uint16)[number])
-    assert np.isnan(half[~number]).all()
-    bfloats = torch.from_numpy(x).bfloat16()
-    bfloat_bits, expected = bfloat.view(torch.int16).numpy(), bfloats.view(torch.int16).numpy()
-    np.testing.assert_array_equal(bfloat_bits[number], expected[number])
-    np.testing.assert_array_equal(from_half[number], halves.astype(float32)[number])
-    np.testing.assert_array_equal(from_bfloat[number], bfloats.float().numpy()[number])
-
-
 # ---- what the checked build reports
 
 
@@ -381,61 +207,49 @@ def test_overruns_do_not_reach_a_neighbour(bugs: Module) -> None:
 # ---- what a launch refuses
 
 
-COPY = """
-extern "C" __global__ void copy(const unsigned short* from, unsigned short* to, int n) {
-    for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from == nullptr ? 7 : from[i];
+ADD = """
+extern "C" __global__ void add(float* out, const int* to, const float* from, float scale, int n) {
+    __shared__ float sums[2];
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        sums[0] = scale * (from == nullptr ? 7 : from[i]);
+        atomicAdd(out + to[i], sums[0]);
+    }
 }
 """
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        lambda a, i: (a, i, a, 0.5, 4, 4),  # a Python float, which CuPy passes as a double
-        lambda a, i: (a, a, a, float32(1), 4, 4),
-        lambda a, i: (a, i, a, float32(1), 4),
-        lambda a, i: (a, i, a[::2], float32(1), 4, 4),
-        lambda a, i: (a, i, a, float32(1), 2**31, 4),
-        lambda a, i: (a, i, torch.zeros(4, dtype=torch.int32), float32(1), 4, 4),
-        lambda a, i: (a, i, "a", float32(1), 4, 4),
-    ],
-)
-def test_wrong_arguments_are_refused(samples: Module, arguments: Callable[[Array, Array], tuple[Any, ...]]) -> None:
-    with pytest.raises(EmulationError, match="scatter_add"):
-        samples.get_function("scatter_add")((1,), (4,), arguments(nans(4), np.zeros(4, int32)))
-
-
-@pytest.mark.parametrize(("grid", "block"), [((1,), (2048,)), ((0,), (32,)), ((1, 65536), (32,)), ((1,), (1, 1, 65))])
-def test_impossible_launches_are_refused(samples: Module, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
-    a, i = nans(4), np.zeros(4, int32)
-    with pytest.raises(EmulationError, match="invalid launch configuration"):
-        samples.get_function("scatter_add")(grid, block, (a, i, a, float32(1), 4, 4))
-
-
-def test_too_much_shared_memory_is_refused(samples: Module) -> None:
-    arguments = nans(4), np.zeros(256, uint32), np.zeros(2, uint32), 24, 4
+def test_impossible_launches_are_refused(checked: bool) -> None:
+    add = Module(code=ADD, check=checked).get_function("add")
+    out, to, one = nans(4), np.zeros(4, int32), float32(1)
+    for wrong in (
+        (out, to, out, 0.5, 4),  # a Python float, which CuPy passes as a double
+        (out, out, out, one, 4),
+        (out, to, out, one),
+        (out, to, out[::2], one, 4),
+        (out, to, out, one, 2**31),
+        (out, to, torch.zeros(4, dtype=torch.int32), one, 4),
+        (out, to, "out", one, 4),
+    ):
+        with pytest.raises(EmulationError, match="add"):
+            add((1,), (4,), wrong)
+    for grid, block in (((1,), (2048,)), ((0,), (32,)), ((1, 65536), (32,)), ((1,), (1, 1, 65))):
+        with pytest.raises(EmulationError, match="invalid launch configuration"):
+            add(grid, block, (out, to, out, one, 4))
     with pytest.raises(EmulationError, match="bytes of shared memory"):
-        samples.get_function("radix_hist")((1,), (256,), arguments, shared_mem=49152)
+        add((1,), (1,), (out, to, out, one, 4), shared_mem=50_000)
+    with pytest.raises(EmulationError, match="no kernel 'nothing'"):
+        Module(code=ADD, check=checked).get_function("nothing")
+    with pytest.raises(EmulationError, match="compile failed"):
+        Module(code='extern "C" __global__ void broken(int* p) { p = 1.0 }')
 
 
 def test_views_of_tensors_and_null_pointers(checked: bool) -> None:
-    copy = Module(code=COPY, check=checked).get_function("copy")
-    memory = torch.arange(20, dtype=torch.bfloat16)
-    for dtype in (torch.bfloat16, torch.float16, torch.int16):
-        source, target = memory.to(dtype)[3:14], torch.zeros(13, dtype=dtype)
-        copy((1,), (32,), (source.view(torch.int16), target[1:12].view(torch.int16), 11))
-        assert torch.equal(target[1:12], source)
+    add, memory = Module(code=ADD, check=checked).get_function("add"), torch.arange(20.0)
+    for source, expected in ((memory[3:14], memory[3:14]), (None, torch.full((11,), 7.0))):
+        target = torch.zeros(13)
+        add((1,), (1,), (target[1:12], np.arange(11, dtype=int32), source, float32(1), 11))
+        assert torch.equal(target[1:12], expected)
         assert target[0] == target[12] == 0
-    whole = torch.zeros(3, dtype=torch.int16)
-    copy((1,), (32,), (None, whole, 3))
-    assert whole.tolist() == [7, 7, 7]
-
-
-def test_unknown_kernels_and_broken_sources_are_reported(samples: Module) -> None:
-    with pytest.raises(EmulationError, match="no kernel 'nothing'"):
-        samples.get_function("nothing")
-    with pytest.raises(EmulationError, match="compile failed"):
-        Module(code='extern "C" __global__ void broken(int* p) { p = 1.0 }')
 
 
 def test_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

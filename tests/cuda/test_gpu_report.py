@@ -126,21 +126,6 @@ def test_what_is_broken_is_skipped_with_the_reason() -> None:
         assert "is broken" in row["reason"]
 
 
-def test_each_wave_has_its_share_of_what_is_left() -> None:
-    assert sections.expanded(["first", "bytes"]) == ["bytes", "hooks", "ranks", "kernels"]
-    assert {section for part in sections.PARTS.values() for section in part} | {"compile"} == set(sections.SECTIONS)
-    waves = sections.waves(sections.PARTS["second"])
-    assert waves == [["tests", "sanitizer"], ["four-ranks"], ["step"], ["slow-link"]]
-    shares = [sections.share(waves[place:]) for place in range(len(waves))]
-    assert shares[-1] == 1.0
-    assert all(0 < share < 1 for share in shares[:-1])
-    for part, seconds in (("first", 280), ("second", 290)):
-        needed = sum(max(sections.SECONDS[s] for s in wave) for wave in sections.waves(sections.PARTS[part]))
-        assert needed <= seconds
-    tasks = sections.tasks_of(["tests", "sanitizer"], {})
-    assert [task.section for task in tasks[:4]] == ["tests", "sanitizer"] * 2
-
-
 def test_tests_are_rows_as_far_as_they_came(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
@@ -152,31 +137,6 @@ def test_tests_are_rows_as_far_as_they_came(tmp_path: Path) -> None:
         "test_skips": ("skipped", "Skipped: no"),
     }
     assert (rows[-1]["name"], rows[-1]["status"]) == ("some", "failed")
-
-
-def test_tests_for_which_the_time_is_short_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = [json.dumps({"name": "test_a", "status": "ok", "seconds": 1.0, "reason": ""}), '{"name": "test_b", "st']
-
-    def run(self: Processes, command: list[str], *_: Any) -> Ended:
-        Path(command[command.index("--rows") + 1]).write_text("\n".join(written))
-        return Ended(None, "", 9.0)
-
-    monkeypatch.setattr(Processes, "run", run)
-    rows = reporter().made(gpu.Task("ranks", "some", command=("pytest",), by_test=True))
-    assert [(row["name"], row["status"]) for row in rows] == [("test_a", "ok"), ("some", "skipped")]
-    assert rows[-1]["reason"] == "its time was used up after 1 tests"
-    written.clear()
-    [row] = reporter().made(gpu.Task("ranks", "some", command=("pytest",), by_test=True))
-    assert (row["status"], row["reason"]) == ("failed", "not finished after 9 s")
-
-
-def test_a_row_that_its_section_has_no_time_for_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Processes, "run", lambda *_: Ended(None, "", 20.0))
-    task = gpu.Task("kernels", "some", command=("some",))
-    [row] = reporter(None, "--seconds", "20").made(task)
-    assert (row["status"], row["reason"]) == ("skipped", "its section's time was used up after 20 s")
-    [row] = reporter(None, "--seconds", "1000").made(task)
-    assert (row["status"], row["reason"]) == ("failed", "not finished after 20 s")
 
 
 #: Of every outcome one.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gradwire import CompressState, compress_hook
 from gradwire.benchmarks.learning.ranks import InProcessRanks
-from gradwire.compress import Identity, TopK
+from gradwire.compress import Identity
 from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.exchanges.non_zero_blocks import BLOCK, NonZeroBlocks, present_blocks
 from hypothesis import given, settings
@@ -152,8 +152,3 @@ def test_what_cannot_be_right_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NonZeroBlocks, "_reduce_blocks", damaged)
     with pytest.raises(RuntimeError, match="rank 1 tells of a dtype by the number 117901063"):
         ranks.reduce([torch.ones(600), torch.ones(600)])
-
-
-def test_it_is_for_what_is_exact() -> None:
-    assert NonZeroBlocks.carries(Identity())
-    assert not NonZeroBlocks.carries(TopK())

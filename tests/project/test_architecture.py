@@ -57,6 +57,10 @@ FORBIDDEN = {
 }
 
 
+#: The source of a name, as `ast.dump` writes it.
+TORCH = ast.dump(ast.Name("torch", ast.Load()))
+
+
 class Import(NamedTuple):
     line: int
     target: str  # "compress.codec" or "" (the root) if `relative`, otherwise as written
@@ -88,7 +92,7 @@ def imports(module: str, source: str, modules: Mapping[str, str]) -> Iterator[Im
                     continue  # a constant, and the only thing that the root has of its own
                 submodule = f"{base}.{alias.name}".lstrip(".")
                 yield Import(node.lineno, submodule if submodule in modules else base, True)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        elif isinstance(node, ast.Attribute) and node.attr == "distributed" and ast.dump(node.value) == TORCH:
             yield Import(node.lineno, "torch.distributed", False)  # `import torch` alone makes it usable
 
 
