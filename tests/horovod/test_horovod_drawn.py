@@ -27,7 +27,8 @@ from gradwire import (
     TernGrad,
     TopK,
 )
-from gradwire.hooks.exchanges import possible
+from gradwire.hooks.exchanges import EXCHANGES, possible
+from gradwire.hooks.horovod.gradients import residuals
 from horovod_drawn import (
     Accumulate,
     Configuration,
@@ -196,6 +197,38 @@ FAILED: dict[str, tuple[Configuration, list[Event]]] = {
 @pytest.mark.parametrize("case", FAILED)
 def test_what_has_failed_once(ranks: Ranks, case: str) -> None:
     replay(ranks, *FAILED[case])
+
+
+JOINS = [Join((9, 3, 9)), Step(), Join((0, 2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange"),
+    [(codec, exchange) for codec in (OneBit(), TopK(0.02), PowerSGD(rank=1)) for exchange in possible(codec)],
+    ids=str,
+)
+def test_nothing_is_lost_while_ranks_have_joined(ranks: Ranks, codec: Codec, exchange: str) -> None:
+    replay(ranks, Configuration(world_size=3, codec=codec, exchange=exchange, optimizers=2), JOINS)
+
+
+def played_unwaited(rank: int, exchange: str) -> list[str]:
+    """By the exchanges for which the host does not wait, as over NCCL."""
+    used = list[str]()
+
+    def serving(name: str, _: bool) -> Any:
+        used.append(name)
+        return EXCHANGES[name].device_variant
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residuals, "serving", serving)
+        found = play(rank, Configuration(world_size=3, codec=TopK(0.02), exchange=exchange, optimizers=2), JOINS)
+    assert used
+    return found
+
+
+@pytest.mark.parametrize("exchange", ["union", "split"])
+def test_nothing_is_lost_while_ranks_have_joined_and_no_host_waits(ranks: Ranks, exchange: str) -> None:
+    assert ranks(3).run(played_unwaited, exchange) == [[]] * 3
 
 
 @pytest.mark.parametrize("scaler", [True, False])

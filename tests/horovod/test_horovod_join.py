@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import threading
 import time
@@ -14,9 +13,7 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import QSGD, Codec, OneBit, PowerSGD, TopK
-from gradwire.hooks.exchanges import EXCHANGES
-from gradwire.hooks.horovod.gradients import residuals
+from gradwire import OneBit, TopK
 from gradwire.hooks.horovod.runtime import context
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
@@ -44,73 +41,6 @@ def applied(p: Tensor, optimizer: Any, rank: int, steps: range) -> Tensor:
 def mean_residual(optimizer: Any) -> Tensor:
     residuals = optimizer.state_dict()["gradwire"]["residuals"]
     return hvd.allreduce(residuals.get("p", torch.zeros(NUMEL)).double())
-
-
-def ends_early(rank: int, codec: Codec, exchange: str, first: int, zero_batches: bool) -> tuple[float, float]:
-    """Rank `first` has few batches or none, twice. What was applied, and what is missing of the gradients, relative."""
-    hvd.init()
-    n = hvd.size()
-    p = nn.Parameter(torch.zeros(NUMEL))
-    compression = hvd.Compression.codec(codec, error_feedback=True, exchange=exchange)
-    other = nn.Parameter(torch.zeros(NUMEL))
-    made = [torch.optim.SGD([p], lr=0.1), torch.optim.SGD([other], lr=0.1)]
-    # The second has the same names and the same compression: it must not get what belongs to the first.
-    optimizer, second = (hvd.DistributedOptimizer(o, [("p", *o.param_groups[0]["params"])], compression) for o in made)
-    whole, gradients = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
-    start = 0
-    for few, many in ((0 if zero_batches else 3, 9), (2, 6)):
-        for step in range(start, start + (few if rank == first else many)):
-            whole += applied(p, optimizer, rank, range(step, step + 1))
-            applied(other, second, rank + 10, range(step, step + 1))
-        for r in range(n):
-            for step in range(start, start + (few if r == first else many)):
-                gradients += gradient(r, step).double() / n
-        start += many
-        assert hvd.join() >= 0
-    left = mean_residual(optimizer)
-    # The whole is what the ranks saw that were there all the time.
-    whole = hvd.broadcast(whole, (first + 1) % n)
-    missing = (whole + left - gradients).norm() / gradients.norm()
-    return float(whole.norm()), float(missing)
-
-
-CASES = [
-    *itertools.product((OneBit(), QSGD(bits=2, block=256)), ("gather", "two_pass", "dense")),
-    *((TopK(0.02), exchange) for exchange in ("gather", "mask", "union", "split")),
-    (TopK(0.02, values=torch.int8), "split"),
-    (PowerSGD(rank=1), "factors"),
-]
-
-
-@pytest.mark.parametrize(("codec", "exchange"), CASES, ids=str)
-def test_nothing_is_lost_while_a_rank_has_joined(ranks: Ranks, codec: Codec, exchange: str) -> None:
-    for first, zero_batches in ((1, False), (0, True)):
-        for size, missing in ranks(3).run(ends_early, codec, exchange, first, zero_batches):
-            assert size > 0
-            assert missing < 1e-5
-
-
-def ends_early_unwaited(*args: Any) -> tuple[float, float]:
-    """By the exchanges for which the host does not wait, as over NCCL."""
-    used = []
-
-    def serving(name: str, _: bool) -> Any:
-        used.append(name)
-        return EXCHANGES[name].device_variant
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residuals, "serving", serving)
-        found = ends_early(*args)
-    assert used
-    return found
-
-
-@pytest.mark.parametrize("exchange", ["union", "split"])
-def test_nothing_is_lost_while_a_rank_has_joined_and_no_host_waits(ranks: Ranks, exchange: str) -> None:
-    for first, zero_batches in ((1, False), (0, True)):
-        for size, missing in ranks(3).run(ends_early_unwaited, TopK(0.02), exchange, first, zero_batches):
-            assert size > 0
-            assert missing < 1e-5
 
 
 @pytest.mark.parametrize("last_of_the_old", [False, True])

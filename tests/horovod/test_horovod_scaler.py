@@ -175,6 +175,7 @@ def check(pool: Pool, case: Case) -> None:
 @example(case=Case(loop="unscale", overflows=frozenset({(0, 0), (1, 2)}), idle=(1, 1)))
 @example(case=Case(codec=OneBit(block=256), named="none", overflows=frozenset({(1, 0)}), idle=(0, 2)))
 @example(case=Case(fused=True, op=hvd.Sum, overflows=frozenset({(0, 1)})))
+@example(case=Case(loop="synchronize", part=True))
 def test_a_scaler_unscales_what_all_ranks_have_reduced(ranks: Ranks, case: Case) -> None:
     check(ranks(3), case)
 
