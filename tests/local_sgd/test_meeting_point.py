@@ -31,7 +31,6 @@ from gradwire.hooks.local_sgd.meeting.client import (
     Reconnected,
     Refused,
     Void,
-    Waiting,
     Welcome,
     Whole,
 )
@@ -206,23 +205,6 @@ def test_another_secret_is_refused(wrong: str) -> None:
         assert "GRADWIRE_MEETING_SECRET" in member.wait(Refused).why
         member.client._thread.join(SECONDS)
         assert not member.client._thread.is_alive()
-
-
-def test_another_description_is_refused() -> None:
-    with group(1) as (point, members):
-        member = Member(point.address, codec="topk")
-        assert "disagree on codec: the group has onebit, this replica has topk" in member.wait(Refused).why
-        member.client._thread.join(SECONDS)
-        assert not member.client._thread.is_alive()
-        assert members[0].client.reachable
-
-
-def test_too_few_replicas_are_told() -> None:
-    with MeetingPoint(dead_after=0.1) as point:
-        point._membership.dead_after = 4.0
-        member = Member(point.address, min_replicas=2)
-        member.wait(Waiting, lambda event: event.text == "1 of at least 2 replicas are here")
-        member.client.leave()
 
 
 def framed(text: bytes) -> bytes:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -351,19 +351,6 @@ def test_a_checkpoint_holds_all_that_was_left_out() -> None:
         settle(made)
 
 
-@pytest.mark.parametrize("call", ["synchronise", "consolidated_state_dict"])
-@pytest.mark.parametrize("rounds", [Rounds(), Rounds(fragments=2), Rounds(sync_until=3)])
-def test_newcomers_join_a_round_of_another_call(call: str, rounds: Rounds) -> None:
-    options = {"codec": TopK(0.1), "exchange": "gather", "error_feedback": Residual(), "every": 4, "rounds": rounds}
-    with world(**options, calls=(call, 2)) as made:
-        made.start(2)
-        for _ in range(4):
-            made.advance(2)
-            made.start()
-            made.until(lambda: made.replicas[-1].trains)
-        settle(made)
-
-
 def test_replicas_without_a_meeting_point_are_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -410,26 +397,20 @@ def test_another_model_is_refused() -> None:
         settle(made)
 
 
-@contextmanager
-def alone(rounds: Rounds = Rounds()) -> Iterator[tuple[LocalUpdates, Any]]:  # noqa: B008 - frozen
-    """A replica by itself, and its runner."""
+def test_only_steps_that_no_round_has_counted_are_lost() -> None:
     with MeetingPoint() as point:
         point._membership._recovering = 0.0
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        updates = LocalUpdates(model, optimizer, Identity(), every=4, rounds=rounds, meeting=point.address)
-        yield updates, updates._runner
-        updates.close()
-
-
-def test_only_steps_that_no_round_has_counted_are_lost() -> None:
-    with alone() as (updates, runner):
+        updates = LocalUpdates(model, optimizer, Identity(), every=4, meeting=point.address)
+        runner: Any = updates._runner
         tie = runner.replicas
 
         def take_over() -> int:
             healed = Healed([flat.clone() for flat in tie.state._moving], [], [], [])
             runner.follow(Arrival(tie.view, tie._born, tie._name, "lost", healed, Progress(100, 21)))
-            return tie.statistics.own_steps_lost
+            lost: int = tie.statistics.own_steps_lost
+            return lost
 
         for _ in range(10):
             updates.step()
@@ -437,58 +418,7 @@ def test_only_steps_that_no_round_has_counted_are_lost() -> None:
         assert take_over() == 2
         updates.step()
         assert take_over() == 3
-
-
-@pytest.mark.parametrize("rounds", [Rounds(), Rounds(fragments=2), Rounds(fragments=2, sync_until=3), Rounds(delay=1)])
-def test_who_is_healed_sends_the_next_fragment(rounds: Rounds) -> None:
-    """Whatever it is told at any step, from there its next round is the one that the others make next."""
-    told, sent = list[tuple[Progress, int]](), list[int]()
-    with alone(rounds) as (updates, runner):
-        send, schedule = runner._send, updates._schedule
-
-        def sending(parts: Any) -> Any:
-            sent.append(parts.globals[0].bucket.index)
-            return send(parts)
-
-        runner._send = sending
-        # A round that is due has been noted already.
-        runner.replicas.tell = lambda progress, due=None: told.append((replace(progress), len(sent) - bool(due)))
-        for _ in range(20):
-            updates.step()
-
-    def next_sent(steps: int, count: int) -> int:
-        """The first bucket of the first round after this progress."""
-        while True:
-            steps += 1
-            count += steps > rounds.sync_until
-            if steps <= rounds.sync_until:
-                return 0
-            fragment = schedule.fragment(count)
-            if fragment is not None:
-                return updates._runner.fragments[fragment][0].bucket.index
-
-    assert told[-1][1] > 3
-    for progress, place in told:
-        if place < len(sent):
-            begins = runner._caught_up(progress)
-            assert next_sent(begins.steps, begins.count) == sent[place]
-
-
-def test_a_round_that_is_sent_again_is_told_as_it_was() -> None:
-    """With a delay, steps have been made since; a newcomer must send the fragment that the others send."""
-    told = []
-    with alone(Rounds(fragments=2, delay=1)) as (updates, runner):
-        runner.replicas.tell = lambda _, due=None: told.append(due)
-        for _ in range(2):
-            updates.step()
-        sent, first = runner.under_way, told[-1]
-        assert updates._schedule.fragment(first.progress.count) == 0
-        for _ in range(2):
-            runner.progress.count += 1
-            runner.running.session.pipeline.wait()
-            runner._send(sent)
-            assert told[-1] == first
-        runner.progress.count -= 2
+        updates.close()
 
 
 def test_failures_count_anew_when_a_replica_is_gone() -> None:
