@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Cast, ChunkedTopK, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
+from gradwire import QSGD, Cast, Codec, CompressState, Identity, OneBit, TernGrad, TopK, compress_hook
 from gradwire.hooks.auto.planner import Choice, Planner
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.topology import Topology, node_size
@@ -41,24 +41,9 @@ def on_nodes(rank: int, codec: Codec, topology: Any, exchange: str) -> Any:
     return digests, error, list(done.decisions.values())
 
 
-BETWEEN_NODES = [
-    OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), ChunkedTopK(k=16, chunk=256),
-    Cast(torch.bfloat16),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("codec", "topology"),
-    [
-        # One way of each codec in `make test`.
-        pytest.param(codec, topology, marks=() if (number + n) % 2 else pytest.mark.slow)
-        for number, codec in enumerate(BETWEEN_NODES)
-        for n, topology in enumerate((2, "mesh"))
-    ],
-    ids=str,
-)
-def test_nothing_is_lost_between_nodes(ranks: Ranks, codec: Codec, topology: Any) -> None:
-    results = ranks(4).run(on_nodes, codec, topology, "hierarchical")
+def test_nothing_is_lost_between_nodes_that_a_mesh_names(ranks: Ranks) -> None:
+    """`tests/core/test_drawn.py` has other codecs, on nodes of two."""
+    results = ranks(4).run(on_nodes, TopK(0.05), "mesh", "hierarchical")
     digests, error, decisions = results[0]
     assert all(result[0] == digests for result in results), "replicas differ"
     assert error < 1e-5

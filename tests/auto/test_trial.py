@@ -356,20 +356,3 @@ def test_a_rank_that_has_joined_goes_along_with_the_trial(rank: int) -> None:
     decided, steps = state.tuning, state.step
     state.close()
     assert (decided, steps) == (False, 60)
-
-
-@pytest.mark.parametrize(
-    ("planned", "other", "rival", "verdict"),
-    [
-        (0.9, 1.0, FALLBACK, FALLBACK),
-        (0.7, 1.0, FALLBACK, PLANNED),
-        (1.1, 1.0, FALLBACK, FALLBACK),
-        (1.0, 0.9, COMPRESSED, PLANNED),
-        (1.0, 0.7, COMPRESSED, COMPRESSED),
-    ],
-)
-def test_compression_has_to_win_clearly(planned: float, other: float, rival: str, verdict: str) -> None:
-    tried = Trial()
-    while tried.verdict is None:
-        tried.end_step(planned if tried.candidate == PLANNED else other, lambda: against(rival, 0.0), lambda mine: mine)
-    assert tried.verdict == verdict

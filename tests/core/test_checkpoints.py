@@ -19,7 +19,6 @@ from gradwire import (
     CompressState,
     Identity,
     LocalUpdates,
-    Momentum,
     OneBit,
     Residual,
     TopK,
@@ -27,7 +26,7 @@ from gradwire import (
     compress_fsdp,
 )
 from lacking import needs_hook, needs_reduce_scatter
-from ranks import Pool, on_ranks
+from ranks import Pool, on_ranks, without_address
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -230,14 +229,14 @@ def test_a_save_changes_no_bit(ranks: Ranks, front: str, codec: Codec, options: 
     assert never == twice
 
 
-# -- residuals that nothing would send any more ------------------------------------------------------------------------
+# -- what does not fit any more ----------------------------------------------------------------------------------------
 
 
-def under_ddp(make: Callable[[], nn.Module] = perceptron, **options: Any) -> tuple[nn.Module, Any]:
+def under_ddp(make: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[nn.Module, Any]:
     return wrap(make(), TopK(0.05), exchange="gather", **options)
 
 
-def under_fsdp(make: Callable[[], nn.Module] = perceptron, **options: Any) -> tuple[nn.Module, Any]:
+def under_fsdp(make: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[nn.Module, Any]:
     shard = mesh_of((2, 1))["shard"]
     model: Any = make()
     for layer in model:
@@ -247,118 +246,115 @@ def under_fsdp(make: Callable[[], nn.Module] = perceptron, **options: Any) -> tu
     return model, compress_fsdp(model, TopK(0.05), mesh=mesh_of((2, 1))["replicate"], exchange="gather", **options)
 
 
-def under_local_updates(**options: Any) -> tuple[nn.Module, Any]:
-    model = perceptron()
+def under_local_updates(make: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[nn.Module, Any]:
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, LocalUpdates(model, optimizer, TopK(0.05), every=1, exchange="gather", **options)
+    updates = LocalUpdates(model, optimizer, TopK(0.05), every=1, exchange="gather", **options)
+    return model, updates
 
 
-@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook), under_local_updates])
+def frozen() -> nn.Module:
+    made = perceptron()
+    made.get_submodule("0").requires_grad_(False)
+    return made
+
+
+def smaller() -> nn.Module:
+    return perceptron(layers=2)
+
+
+BEGINS_ANEW = "strict=False) begins without saved residuals"
+#: Options that there were, and model and options that there are now; words of the refusal, and of the warning;
+#: parameters that keep their residuals, and that do not.
+CHANGES: dict[str, tuple[Any, Any, str, str, set[str], set[str]]] = {
+    "excluded": (
+        {},
+        (perceptron, {"exclude": ["2.weight"]}),
+        "a residual of '2.weight', which is excluded now, and goes without one: undo that",
+        "'2.weight', which is excluded now, and goes without one; it is dropped",
+        {"0.weight"},
+        {"2.weight"},
+    ),
+    "frozen": (
+        {},
+        (frozen, {}),
+        "it has '0.bias' of shape (64,), this model no such parameter that requires gradients",
+        "residuals of 2 such parameters are dropped",
+        {"2.weight"},
+        {"0.weight", "0.bias"},
+    ),
+    "gone": (
+        {},
+        (smaller, {}),
+        "strict=False",
+        "residuals of 2 such parameters are dropped",
+        {"2.weight"},
+        {"4.weight", "4.bias"},
+    ),
+    "keeps less": (
+        {"error_feedback": Tracking()},
+        (perceptron, {"error_feedback": Residual(dtype=torch.bfloat16)}),
+        BEGINS_ANEW,
+        "the checkpoint has estimate and momentum of parameters, and this state keeps residual alone",
+        set(),
+        {"0.weight", "2.weight"},
+    ),
+    "keeps more": (
+        {"error_feedback": True},
+        (perceptron, {"error_feedback": Tracking()}),
+        BEGINS_ANEW,
+        "the checkpoint has no estimate and no momentum of parameters",
+        set(),
+        {"0.weight", "2.weight"},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("under", "change"),
+    [
+        *((under_ddp, change) for change in CHANGES),
+        *(pytest.param(under_fsdp, change, marks=needs_hook) for change in CHANGES),
+        (under_local_updates, "excluded"),
+    ],
+    ids=without_address,
+)
 @on_ranks(2)
-def test_what_is_excluded_since_does_not_keep_its_residual_unsaid(
-    rank: int, under: Callable[..., tuple[nn.Module, Any]]
+def test_what_does_not_fit_is_refused_or_dropped(
+    rank: int, under: Callable[..., tuple[nn.Module, Any]], change: str
 ) -> None:
-    model, state = under()
-    for step in range(2):
-        model(batch(rank, step, model)).square().mean().backward()
+    """And never dropped unsaid; the warning is of the line that calls."""
+    before, after, refusal, warning, keep, lack = CHANGES[change]
+
+    def step(model: nn.Module, state: Any, number: int) -> None:
+        model(batch(rank, number, model)).square().mean().backward()
         if isinstance(state, LocalUpdates):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.1 * parameter.grad  # type: ignore[operator, misc]
             state.step()
+
+    model, state = under(perceptron, before)
+    for number in range(2):
+        step(model, state, number)
     saved = state.state_dict()
     state.close()
-    _, fresh = under(exclude=["2.weight"])
+    model, fresh = under(*after)
     with pytest.raises(ValueError) as caught:
         fresh.load_state_dict(saved)
-    unchanged = fresh.state_dict()["step"] == 0
+    assert refusal in str(caught.value)
+    assert fresh.state_dict()["step"] == 0
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fresh.load_state_dict(saved, strict=False)
-    found = {(Path(warning.filename).name, str(warning.message)) for warning in told}
-    assert {file for file, _ in found} == {"test_checkpoints.py"}, found  # whose call it was
+    assert {Path(one.filename).name for one in told} == {"test_checkpoints.py"}
+    assert warning in str(told[0].message)
     kept = {name for name, x in residuals_of(fresh.state_dict()).items() if bool(x.any())}
+    assert keep <= kept
+    assert not lack & kept
+    step(model, fresh, 2)
+    assert fresh.state_dict()["step"] == 3
     fresh.close()
-    assert "a residual of '2.weight', which is excluded now, and goes without one: undo that" in str(caught.value)
-    assert "'2.weight', which is excluded now, and goes without one; it is dropped" in str(told[0].message)
-    assert unchanged
-    assert "0.weight" in kept
-    assert "2.weight" not in kept
-
-
-# -- a model that has changed since ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook)])
-@on_ranks(2)
-def test_what_is_frozen_or_gone_since_can_be_dropped(rank: int, under: Callable[..., tuple[nn.Module, Any]]) -> None:
-    """A layer frozen, or all of one size less."""
-    model, state = under()
-    for step in range(2):
-        model(batch(rank, step, model)).square().mean().backward()
-    saved = state.state_dict()
-    state.close()
-    refused, told, kept = [], [], []
-
-    def frozen() -> nn.Module:
-        made = perceptron()
-        made.get_submodule("0").requires_grad_(False)
-        return made
-
-    for make in (frozen, lambda: perceptron(layers=2)):
-        model, fresh = under(make)
-        with pytest.raises(ValueError) as caught:
-            fresh.load_state_dict(saved)
-        refused.append(str(caught.value))
-        assert fresh.step == 0
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            fresh.load_state_dict(saved, strict=False)
-        told += [str(warning.message) for warning in seen]
-        kept.append({name for name, x in residuals_of(fresh.state_dict()).items() if bool(x.any())})
-        model(batch(rank, 2, model)).square().mean().backward()
-        assert fresh.step == 3
-        fresh.close()
-    assert all("strict=False" in text for text in refused)
-    assert "it has '0.bias' of shape (64,), this model no such parameter that requires gradients" in refused[0]
-    assert [text.split("; ")[-1] for text in told] == ["residuals of 2 such parameters are dropped"] * 2
-    assert "2.weight" in kept[0] & kept[1]
-    assert not {"0.weight", "0.bias"} & kept[0]
-    assert not {"4.weight", "4.bias"} & kept[1]
-
-
-@pytest.mark.parametrize("under", [under_ddp, pytest.param(under_fsdp, marks=needs_hook)])
-@on_ranks(2)
-def test_a_checkpoint_of_another_strategy_can_be_dropped(
-    rank: int, under: Callable[..., tuple[nn.Module, Any]]
-) -> None:
-    """From one that keeps more to one that keeps less, and back."""
-    told: list[str] = []
-    narrow, momentum = Residual(dtype=torch.bfloat16), Momentum(clip=None)
-    for before, after in ((Tracking(), narrow), (Tracking(), momentum), (True, Tracking())):
-        model, state = under(error_feedback=before)
-        for step in range(2):
-            model(batch(rank, step, model)).square().mean().backward()
-        saved = state.state_dict()
-        state.close()
-        model, fresh = under(error_feedback=after)
-        with pytest.raises(ValueError, match=r"strict=False\) begins without saved residuals"):
-            fresh.load_state_dict(saved)
-        assert fresh.step == 0
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            fresh.load_state_dict(saved, strict=False)
-        told += [str(warning.message) for warning in seen]
-        assert not any(x.any() for x in residuals_of(fresh.state_dict()).values())
-        model(batch(rank, 2, model)).square().mean().backward()
-        assert fresh.step == 3
-        fresh.close()
-    less, other, more = told
-    assert less.startswith(
-        "the checkpoint has estimate and momentum of parameters, and this state keeps residual alone"
-    )
-    assert other.startswith("the checkpoint has estimate of parameters, and this state keeps momentum and residual")
-    assert more.startswith("the checkpoint has no estimate and no momentum of parameters")
 
 
 @needs_reduce_scatter

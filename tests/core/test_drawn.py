@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import os
-import random
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +25,8 @@ from drawn import (
     Step,
     ranks_needed,
     script,
+    search,
+    search_for_long,
     verdict,
 )
 from drawn_machine import play
@@ -50,7 +49,6 @@ from gradwire import (
 )
 from gradwire.compress import Feedback
 from gradwire.hooks.exchanges import EXCHANGES, possible
-from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from lacking import SKIPS_BUCKETS, needs_skipped_buckets
 from ranks import Pool, RankError
@@ -77,10 +75,17 @@ FEEDBACK: tuple[bool | str | Feedback, ...] = (
 SHAPES = ((40, 20), (300,), (1500,), (16, 8, 3, 3), (), (1,), (7,), (0,), (3, 0))
 
 
-def parameters(draw: st.DrawFn, uses: tuple[str, ...]) -> tuple[Parameter, ...]:
+TABLES = ((1, 3), (9, 1), (50, 16), (3000, 3))
+
+
+def parameters(draw: st.DrawFn, uses: tuple[str, ...], tables: bool) -> tuple[Parameter, ...]:
     dtypes = draw(st.sampled_from([(torch.float32,), (torch.bfloat16,), (torch.float32, torch.bfloat16)]))
     result = [Parameter((40, 20), dtype=dtypes[0])]  # there always is one with a gradient
     for _ in range(draw(st.integers(0, 5))):
+        if tables and draw(st.integers(0, 3)) == 3:
+            use = draw(st.sampled_from([use for use in uses if use != "tied"]))
+            result.append(Parameter(draw(st.sampled_from(TABLES)), use, draw(st.sampled_from(dtypes)), sparse=True))
+            continue
         shape = draw(st.sampled_from(SHAPES))
         last = len(shape) == 4 and draw(st.booleans())
         result.append(Parameter(shape, draw(st.sampled_from(uses)), draw(st.sampled_from(dtypes)), last))
@@ -93,7 +98,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
     family = draw(st.sampled_from([SPARSE, BLOCKS, CODECS]))
     codecs = [draw(st.sampled_from(family)) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
     carried = [name for name in EXCHANGES if all(name in possible(codec) for codec in codecs)]
-    feedback = st.sampled_from(FEEDBACK)
+    feedback = draw(st.sampled_from(FEEDBACK))
     ways: dict[str, Any] = {}
     uses: tuple[str, ...] = ("always", "tied", "frozen")
     how = draw(st.sampled_from(["plain", "unused", "static", *(["skip"] if SKIPS_BUCKETS else [])]))
@@ -108,14 +113,14 @@ def configurations(draw: st.DrawFn) -> Configuration:
         world_size=world_size,
         codec=codecs[0] if len(codecs) == 1 else Schedule(tuple(codecs)),
         exchange=draw(st.sampled_from([*carried, *carried, "hierarchical", "auto"])),
-        error_feedback=draw(feedback),
+        error_feedback=feedback,
         fallback=draw(st.sampled_from([None, "auto", torch.float32, torch.bfloat16])),
         network=draw(st.sampled_from([1e-7, 1e-9, 1e-12])),
         topology=draw(st.sampled_from([2, 2, None])) if world_size == 4 else None,
         warmup_steps=draw(st.sampled_from([0, 0, 1, 3])),
         exclude=draw(st.sampled_from(["nothing", "vectors", "first"])),
         scaler=draw(st.sampled_from(["none", "enabled", "enabled", "disabled"])),
-        parameters=parameters(draw, uses),
+        parameters=parameters(draw, uses, not isinstance(feedback, Tracking | Momentum | Lead)),
         gradient_as_bucket_view=draw(st.booleans()),
         cap=draw(st.sampled_from([1, 1024, 4096, 1 << 20])),
         set_to_none=draw(st.booleans()),
@@ -349,27 +354,11 @@ def test_scripts(ranks: Ranks, drawn: tuple[Configuration, list[Event]]) -> None
     replay(ranks, *drawn)
 
 
-def search(ranks: Ranks, number: int, examples: int, until: float = math.inf) -> None:
-    """Draw scripts by a seed, until a time of `time.monotonic`."""
-
-    @seed(number)
-    @settings(max_examples=examples, database=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
-    @given(scripts())
-    def draw(drawn: tuple[Configuration, list[Event]]) -> None:
-        if time.monotonic() < until:
-            replay(ranks, *drawn)
-
-    draw()
-
-
 @pytest.mark.parametrize("number", range(2))
 def test_drawn_scripts(ranks: Ranks, number: int) -> None:
-    search(ranks, number, 30)
+    search(scripts(), partial(replay, ranks), number, 30)
 
 
 @pytest.mark.slow
 def test_drawn_scripts_for_long(ranks: Ranks) -> None:
-    """`GRADWIRE_DRAWN_SECONDS` says how long."""
-    end = time.monotonic() + float(os.environ.get("GRADWIRE_DRAWN_SECONDS", "60"))
-    while time.monotonic() < end:
-        search(ranks, random.SystemRandom().getrandbits(32), 100, end)
+    search_for_long(scripts(), partial(replay, ranks), 100)

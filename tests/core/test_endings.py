@@ -22,7 +22,7 @@ from gradwire.benchmarks.links import flags, links
 from gradwire.hooks.comm import group as group_module
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.linger import linger, unacknowledged
-from gradwire.hooks.comm.ports import Messages, PersistentMessage, Traffic
+from gradwire.hooks.comm.ports import Messages, PersistentMessage
 from gradwire.hooks.core.options import ExchangeName
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
@@ -31,15 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 Ranks = Callable[[int], Pool]
 NO_DISTANCE = links.missing(flags.Distance(delay=0.002))
 SECONDS = float(os.environ.get("GRADWIRE_DRAWN_SECONDS", "60"))
-
-
-class Announced:
-    """A port that counts."""
-
-    count = 0
-
-    def announce(self) -> None:
-        self.count += 1
 
 
 class Step:
@@ -54,29 +45,6 @@ class Alone:
 
     def size(self) -> int:
         return 1
-
-
-def test_nothing_is_announced_while_a_step_is_in_flight() -> None:
-    traffic, port, steps = Traffic(), Announced(), [Step(), Step()]
-    traffic.post_receives(port)  # type: ignore[arg-type]
-    assert port.count == 1
-    for step in steps:
-        traffic.begin(step)
-    traffic.post_receives(port)  # type: ignore[arg-type]
-    traffic.end(steps[0])
-    assert port.count == 1
-    assert traffic.unfinished
-    traffic.end(steps[1])
-    assert port.count == 2
-    assert not traffic.unfinished
-
-
-def test_a_step_that_is_gone_keeps_nobody_waiting() -> None:
-    traffic, port = Traffic(), Announced()
-    traffic.begin(Step())
-    traffic.post_receives(port)  # type: ignore[arg-type]
-    assert port.count == 1
-    assert traffic.unfinished  # it has not ended: connections are not to close at once
 
 
 @pytest.fixture

@@ -36,7 +36,6 @@ from gradwire import (
 )
 from gradwire.compress.feedback.base import RESIDUAL, Feedback
 from gradwire.hooks.comm.between_steps import REMEDY, Reentered
-from gradwire.hooks.comm.pipeline import Completion
 from gradwire.hooks.horovod.runtime.context import world
 from gradwire.hooks.training.autograd_end import current_pass
 from gradwire.optim import DistributedLion, OneBitAdam
@@ -464,17 +463,3 @@ def test_an_operation_that_a_handler_cannot_submit_counts_for_nothing(rank: int)
             hvd.allreduce_async(torch.ones(3))
     result: list[float] = hvd.allreduce(torch.full((3,), float(rank))).tolist()
     return result
-
-
-def test_a_completion_wakes_all_that_wait() -> None:
-    completion, woken = Completion(), list[bool]()
-    assert not completion.wait(0.01)
-    threads = [threading.Thread(target=lambda: woken.append(completion.wait(20.0))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    completion.set()
-    for thread in threads:
-        thread.join(20.0)
-    assert woken == [True] * 3
-    assert completion.is_set()
-    assert completion.wait()

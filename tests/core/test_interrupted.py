@@ -103,23 +103,6 @@ def data_parallel(rank: int, way: str, raised: BaseException | None) -> list[str
     return [*digests, digest(kept[name] for name in sorted(kept))]
 
 
-def both(rank: int, play: Callable[..., list[str]], way: str, raised: BaseException) -> tuple[list[str], list[str]]:
-    """What a training comes to that is left alone, and one that is not."""
-    return play(rank, way, None), play(rank, way, raised)
-
-
-def by_ddp(rank: int, way: str, raised: BaseException) -> Any:
-    return both(rank, data_parallel, way, raised)
-
-
-@pytest.mark.parametrize("raised", [Stopped(), Alarm(), Reentered()], ids=["interrupt", "alarm", "refusal"])
-@pytest.mark.parametrize("way", ["threads", "straight"])
-def test_ddp_goes_on(ranks: Ranks, way: str, raised: BaseException) -> None:
-    (alone, stopped), other = ranks(2).run(by_ddp, way, raised)
-    assert alone == stopped
-    assert other == (alone, stopped)
-
-
 def sharded(rank: int, way: str, raised: BaseException | None) -> list[str]:
     mesh = mesh_of((2, 1))
     left: tuple[Any, str] = (Pipeline, "wait") if way == "means" else (Announcement, "equal")
@@ -139,19 +122,6 @@ def sharded(rank: int, way: str, raised: BaseException | None) -> list[str]:
     [kept] = state.state_dict()["residuals"].values()
     state.close()
     return [*digests, digest(kept[name].to_local() for name in sorted(kept))]
-
-
-def by_fsdp(rank: int, way: str, raised: BaseException) -> Any:
-    return both(rank, sharded, way, raised)
-
-
-@needs_reduce_scatter
-@pytest.mark.parametrize("raised", [Stopped(), Reentered()], ids=["interrupt", "refusal"])
-@pytest.mark.parametrize("way", ["means", "uses"])
-def test_fsdp_goes_on(ranks: Ranks, way: str, raised: BaseException) -> None:
-    (alone, stopped), other = ranks(2).run(by_fsdp, way, raised)
-    assert alone == stopped
-    assert other == (alone, stopped)
 
 
 def by_itself(rank: int, way: str, raised: BaseException | None) -> list[str]:
@@ -178,12 +148,29 @@ def by_itself(rank: int, way: str, raised: BaseException | None) -> list[str]:
     return [digest(model.parameters())]
 
 
-def by_rounds(rank: int, way: str, raised: BaseException) -> Any:
-    return both(rank, by_itself, way, raised)
+PLAYS = {"threads": data_parallel, "straight": data_parallel, "means": sharded, "uses": sharded}
 
 
-@pytest.mark.parametrize("way", ["adam", "rounds", "fragments", "delay"])
-def test_what_exchanges_something_else_goes_on(ranks: Ranks, way: str) -> None:
-    (alone, stopped), other = ranks(2).run(by_rounds, way, Stopped())
+def both(rank: int, way: str, raised: BaseException) -> tuple[list[str], list[str]]:
+    """What a training comes to that is left alone, and one that is not."""
+    play = PLAYS.get(way, by_itself)
+    return play(rank, way, None), play(rank, way, raised)
+
+
+@pytest.mark.parametrize(
+    ("way", "raised"),
+    [
+        *((way, raised) for way in ("threads", "straight") for raised in (Stopped(), Alarm(), Reentered())),
+        *(
+            pytest.param(way, raised, marks=needs_reduce_scatter)
+            for way in ("means", "uses")
+            for raised in (Stopped(), Reentered())
+        ),
+        *((way, Stopped()) for way in ("adam", "rounds", "fragments", "delay")),
+    ],
+    ids=repr,
+)
+def test_training_goes_on_as_if_nothing_had_been(ranks: Ranks, way: str, raised: BaseException) -> None:
+    (alone, stopped), other = ranks(2).run(both, way, raised)
     assert alone == stopped
     assert other == (alone, stopped)

@@ -6,17 +6,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import LocalUpdates, OneBit, Residual, TopK
-from gradwire.compress.feedback.base import RESIDUAL
+from gradwire import LocalUpdates, OneBit, TopK
 from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot, end_to_end, layout_numel
-from gradwire.hooks.core.discarded import DiscardedMeans
 from gradwire.optim import OneBitAdam
 from ranks import Pool
 from torch import Tensor, nn
@@ -66,29 +64,6 @@ def life(count: int, each: int) -> int:
 def test_memory_grows_with_parameters(each: int) -> None:
     life(50, each)
     assert life(400, each) < 2.5 * life(200, each)
-
-
-def test_a_layout_is_hashed_once() -> None:
-    layout = end_to_end(slots(100))
-    memory = FeedbackStore()
-    memory.of(layout)
-    with counted() as calls:
-        assert memory.holds(layout)
-        memory.of(layout)
-    assert calls[0] < 20
-
-
-def test_means_that_nobody_takes_are_kept_in_one_go() -> None:
-    layout = end_to_end(slots(100))
-    memory = FeedbackStore(Residual(dtype=torch.bfloat16))
-    memory.of(layout)
-    mean = torch.ones(layout_numel(layout))
-    unit = SimpleNamespace(layout=layout, packed=None, uncompressed_layout=(), uncompressed=None)
-    step: Any = SimpleNamespace(undone=False, share=1.0, reduced=[(unit, mean)])
-    with counted("_opened") as opened:
-        DiscardedMeans(memory).keep(step)
-    assert all(torch.equal(kept, torch.ones(8)) for kept in memory.by_name(RESIDUAL).values())
-    assert opened[0] <= 2  # begun and ended
 
 
 class Many(nn.Module):

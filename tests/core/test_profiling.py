@@ -182,9 +182,3 @@ def test_the_recipe_runs(tmp_path: Path) -> None:
         trace = json.loads((tmp_path / f"trace-{rank}.json").read_text())
         names = {event.get("name") for event in trace["traceEvents"]}
         assert {f"gradwire:{phase} bucket 0" for phase in ("encode", "exchange", "decode")} <= names
-
-
-def test_the_recipe_s_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\((?!https:)([^)#]+)\)", RECIPE.read_text("utf-8"))
-    assert targets == ["profiling.png"]
-    assert all((RECIPE.parent / target).is_file() for target in targets)

@@ -25,14 +25,6 @@ WAYS = [
 ]  # fmt: skip
 
 
-def waited_for_in_the_hook(rank: int) -> list[float]:
-    """The norms of all means, taken where the hook is called."""
-    ddp, state, norms = waiting(convnet(), OneBit(), exchange="gather")
-    train(rank, ddp, range(4))
-    state.close()
-    return norms
-
-
 @on_ranks(2, within=60.0)
 def test_a_hook_that_waits_for_a_mean_that_needs_all_gradients_is_told(rank: int) -> None:
     strategy = Tracking(clip=1.0)
@@ -42,11 +34,6 @@ def test_a_hook_that_waits_for_a_mean_that_needs_all_gradients_is_told(rank: int
     state.close()
     text = str(raised.value)
     assert "no mean is there before the last bucket" in text
-
-
-def test_a_hook_may_wait_for_the_mean(ranks: Ranks) -> None:
-    first, second = ranks(2).run(waited_for_in_the_hook)
-    assert first == second
 
 
 def outside(rank: int) -> list[str]:
@@ -64,6 +51,17 @@ def outside(rank: int) -> list[str]:
         digests = train(rank, ddp, range(4))
     state.close()
     return digests
+
+
+@pytest.mark.parametrize("exchange", ["gather", "dense"])
+@on_ranks(2)
+def test_a_hook_may_wait_for_the_mean(rank: int, exchange: str) -> list[float]:
+    """The norms of all means, taken where the hook is called; dense ones go straight."""
+    ddp, state, norms = waiting(convnet(), OneBit(), exchange=exchange)
+    train(rank, ddp, range(4))
+    assert (state._dense_path is not None) == (exchange == "dense")
+    state.close()
+    return norms
 
 
 def test_a_step_that_nobody_ends_is_ended_by_its_last_bucket(ranks: Ranks) -> None:
@@ -105,34 +103,6 @@ def test_one_rank_may_wait_within_backward(rank: int) -> list[str]:
         handle.remove()
     state.close()
     return digests
-
-
-def raised(rank: int) -> tuple[list[str], int]:
-    """A backward pass raises on every rank when some of its buckets are under way: how many still are afterwards."""
-    model = convnet()
-    ddp, state = wrap(model, TopK(0.05), exchange="gather")
-
-    def fail(grad: torch.Tensor) -> None:
-        raise ValueError("in backward")
-
-    digests = train(rank, ddp, range(3))
-    handle = next(model.parameters()).register_hook(fail)
-    with pytest.raises(ValueError, match="in backward"):
-        train(rank, ddp, range(3, 4))
-    handle.remove()
-    ddp.reducer._reset_state()
-    assert state._reducer is not None
-    core = state._reducer.session.pipeline._scheduler
-    rest = len(core.in_flight)
-    digests += train(rank, ddp, range(4, 7))
-    state.close()
-    return digests, rest
-
-
-def test_a_pass_that_raises_leaves_nothing_under_way(ranks: Ranks) -> None:
-    first, second = ranks(2).run(raised)
-    assert first == second
-    assert first[1] == 0
 
 
 @on_ranks(2, within=60.0)
@@ -188,15 +158,3 @@ def test_a_pass_that_raises_is_told_of_from_the_next_step_on(rank: int) -> list[
         digests = train(rank, ddp, range(4, 6))
     state.close()
     return digests
-
-
-@on_ranks(2)
-def test_ranks_that_differ_say_so(rank: int) -> None:
-    """What a rank says if rank 1 is in another one."""
-    ddp, state = wrap(convnet(), TopK(0.05), exchange="gather")
-    train(rank, ddp, range(2))
-    state._step += rank
-    with pytest.raises(RuntimeError) as raised:
-        train(rank, ddp, range(2, 3))
-    text = str(raised.value)
-    assert "ranks disagree on step: rank 0 has 2, rank 1 has 3" in text, text

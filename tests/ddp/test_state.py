@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,14 +13,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, TopK, Tracking, compress_hook
+from gradwire import QSGD, Codec, CompressState, Identity, Momentum, OneBit, TernGrad, TopK, Tracking, compress_hook
 from gradwire.compress.formats.wire import WIRE_VERSION
 from gradwire.hooks.core.options import Options
 from gradwire.hooks.ddp import model as owner
 from ranks import Pool, on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import Ledger, batch, convnet, digest, meeting_within, perceptron, residuals_of, train, wrap
+from training import convnet, digest, meeting_within, perceptron, residuals_of, through_a_file, train, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -43,95 +42,74 @@ def ddp_of(model: nn.Module, **options: Any) -> DistributedDataParallel:
 # -- what one rank can see by itself -----------------------------------------------------------------------------------
 
 
-def test_needs_a_process_group() -> None:
+# -- what ranks have to agree on ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "options", "error", "words"),
+    [
+        ("topk", {}, TypeError, ("'topk'", "TopK(density=0.01)")),
+        (TopK, {}, TypeError, ("TopK is a class", "TopK()")),
+        (lambda step: 0.01, {}, TypeError, ("step 0", "0.01")),
+        (OneBit(), {"grad_scaler": True}, TypeError, ("grad_scaler=True", "GradScaler")),
+        (OneBit(), {"exchange": "ring"}, ValueError, ("'ring'", "'two_pass'")),
+        (TopK(), {"exchange": "two_pass"}, ValueError, ("TopK", "'gather'")),
+        (OneBit(), {"error_feedback": "yes"}, ValueError, ("'yes'", "'auto'")),
+        (OneBit(), {"warmup_steps": -1}, ValueError, ("-1",)),
+        (OneBit(), {"fallback": torch.float16}, ValueError, ("float16", "torch.bfloat16")),
+        (OneBit(), {"seed": 0.5}, TypeError, ("0.5",)),
+    ],
+    ids=range(10),
+)
+def test_bad_options_are_named_with_a_remedy(
+    codec: Any, options: dict[str, Any], error: type[Exception], words: tuple[str, ...]
+) -> None:
+    """Before there is a model, or a process group."""
+    with pytest.raises(error) as raised:
+        CompressState(codec=codec, **options)
+    assert all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(OneBit(), "model is a OneBit, .*: the model is the first"), (nn.Linear(1, 1), "model is a Linear, .*: wrap the")],
+)
+def test_a_model_is_what_ddp_has_wrapped(model: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        owner.ddp_of(model)
     with pytest.raises(RuntimeError, match="init_process_group"):
         CompressState(nn.Linear(2, 2), OneBit())
 
 
-def refusals(rank: int) -> dict[str, str]:
-    ddp = ddp_of(perceptron())
-
-    return {
-        "plain": message(lambda: CompressState(perceptron(), OneBit())),
-        "fsdp": message(lambda: CompressState(_fsdp(), OneBit())),
-        "codec": message(lambda: CompressState(ddp, "topk")),  # type: ignore[arg-type]
-        "class": message(lambda: CompressState(ddp, TopK)),
-        "scaler": message(lambda: CompressState(ddp, OneBit(), grad_scaler=True)),  # type: ignore[arg-type]
-        "exclude": message(lambda: CompressState(ddp, OneBit(), exclude=["bias"])),
-        "excludes": message(lambda: CompressState(ddp, OneBit(), exclude="*.bias")),
-        "number": message(lambda: CompressState(ddp, OneBit(), exclude=5)),  # type: ignore[arg-type]
-        "predicate": message(lambda: CompressState(ddp, OneBit(), exclude=lambda name, p: 1 / 0 > 1)),
-        "schedule": message(lambda: CompressState(ddp, lambda step: 0.01)),  # type: ignore[arg-type, return-value]
-        "exchange": message(lambda: CompressState(ddp, OneBit(), exchange="ring")),
-        "two_pass": message(lambda: CompressState(ddp, TopK(), exchange="two_pass")),
-        "feedback": message(lambda: CompressState(ddp, OneBit(), error_feedback="yes")),  # type: ignore[arg-type]
-        "warmup": message(lambda: CompressState(ddp, OneBit(), warmup_steps=-1)),
-        "fallback": message(lambda: CompressState(ddp, OneBit(), fallback=torch.float16)),
-        "topology": message(lambda: CompressState(ddp, OneBit(), topology=3)),
-        "nodes": message(lambda: CompressState(ddp, OneBit(), topology="rack")),
-        "seed": message(lambda: CompressState(ddp, OneBit(), seed=0.5)),  # type: ignore[arg-type]
-        "float64": message(lambda: CompressState(ddp_of(perceptron().double()), OneBit())),
-        "complex": message(lambda: CompressState(ddp_of(nn.Linear(4, 4, dtype=torch.complex64)), OneBit())),
-        "sparse": message(
-            lambda: CompressState(ddp_of(nn.Embedding(10, 4, sparse=True)), OneBit(), error_feedback=Tracking())
-        ),
-    }
-
-
-def _fsdp() -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    model = perceptron()
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model
-
-
-def test_bad_arguments_are_named_with_a_remedy(ranks: Ranks) -> None:
-    expected = {
-        "plain": ("TypeError", "Sequential", "DistributedDataParallel"),
-        "fsdp": ("TypeError", "FSDPSequential", "DistributedDataParallel"),
-        "codec": ("TypeError", "'topk'", "TopK(density=0.01)"),
-        "class": ("TypeError", "TopK is a class", "TopK()"),
-        "scaler": ("TypeError", "grad_scaler=True", "GradScaler"),
-        "exclude": ("ValueError", "'bias'", "'0.weight'", "'*.bias'"),
-        "excludes": ("TypeError", "'*.bias'", "['*.bias']"),
-        "number": ("TypeError", "exclude=5", "['*.bias']"),
-        "predicate": ("ZeroDivisionError",),
-        "schedule": ("TypeError", "step 0", "0.01"),
-        "exchange": ("ValueError", "'ring'", "'two_pass'"),
-        "two_pass": ("ValueError", "TopK", "'gather'"),
-        "feedback": ("ValueError", "'yes'", "'auto'"),
-        "warmup": ("ValueError", "-1"),
-        "fallback": ("ValueError", "float16", "torch.bfloat16"),
-        "topology": ("ValueError", "3 ranks a node", "2 ranks"),
-        "nodes": ("TypeError", "'rack'", "DeviceMesh"),
-        "seed": ("TypeError", "0.5"),
-        "float64": ("TypeError", "'0.weight'", "float64"),
-        "complex": ("TypeError", "'weight'", "complex64"),
-        "sparse": ("ValueError", "Tracking", "'weight'", "sparse=False"),
-    }
-    for result in ranks(2).run(refusals):
-        for case, words in expected.items():
-            if result[case] == "RuntimeError: Invalid scalar type":  # torch 2.6's Gloo, in DDP's constructor
-                continue
-            for word in words:
-                assert word in result[case], f"{case}: {result[case]}"
-
-
 @on_ranks(2)
-def test_wrong_use_of_the_hook(rank: int) -> None:
-    found = {}
-    ddp, state = wrap(perceptron(), OneBit())
-    found["twice"] = message(lambda: ddp.register_comm_hook(state, compress_hook))
-    other = ddp_of(perceptron())
-    other.register_comm_hook(state, compress_hook)
-    data = batch(rank, 0, other.module)
-    found["other model"] = message(lambda: other(data).square().mean().backward())
-    assert "can only be called once" in found["twice"]
-    assert "made for another model" in found["other model"]
-
-
-# -- what ranks have to agree on ---------------------------------------------------------------------------------------
+def test_what_does_not_fit_the_model_is_named_with_a_remedy(rank: int) -> None:
+    ddp = ddp_of(perceptron())
+    sharded = fully_shard(perceptron(), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    cases: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
+        (lambda: CompressState(sharded, OneBit()), ("TypeError", "FSDPSequential", "DistributedDataParallel")),
+        (lambda: CompressState(ddp, OneBit(), exclude=["bias"]), ("ValueError", "'bias'", "'0.weight'", "'*.bias'")),
+        (lambda: CompressState(ddp, OneBit(), exclude="*.bias"), ("TypeError", "'*.bias'", "['*.bias']")),
+        (lambda: CompressState(ddp, OneBit(), exclude=5), ("TypeError", "exclude=5", "['*.bias']")),  # type: ignore[arg-type]
+        (lambda: CompressState(ddp, OneBit(), exclude=lambda name, p: 1 / 0 > 1), ("ZeroDivisionError",)),
+        (lambda: CompressState(ddp, OneBit(), topology=3), ("ValueError", "3 ranks a node", "2 ranks")),
+        (lambda: CompressState(ddp, OneBit(), topology="rack"), ("TypeError", "'rack'", "DeviceMesh")),
+        (
+            lambda: CompressState(ddp_of(perceptron().double()), OneBit()),
+            ("TypeError", "'0.weight'", "float64"),
+        ),
+        (
+            lambda: CompressState(ddp_of(nn.Linear(4, 4, dtype=torch.complex64)), OneBit()),
+            ("TypeError", "'weight'", "complex64"),
+        ),
+        (
+            lambda: CompressState(ddp_of(nn.Embedding(10, 4, sparse=True)), OneBit(), error_feedback=Tracking()),
+            ("ValueError", "Tracking", "'weight'", "sparse=False"),
+        ),
+    ]
+    for make, words in cases:
+        text = message(make)
+        if text != "RuntimeError: Invalid scalar type":  # torch 2.6's Gloo, in DDP's constructor
+            assert all(word in text for word in words), text
 
 
 @pytest.mark.parametrize(
@@ -209,26 +187,6 @@ def test_schedules_that_part_stop_every_rank_and_name_both_sides(codec: Codec, e
         pool.close()
 
 
-def other_checkpoint(rank: int) -> str:
-    """Rank 1 goes on from an older checkpoint than rank 0."""
-    ddp, state = wrap(perceptron(), OneBit())
-    train(rank, ddp, range(1))
-    old = state.state_dict()
-    train(rank, ddp, range(1, 3))
-    new = state.state_dict()
-    state.load_state_dict(old if rank else new)
-    return message(lambda: train(rank, ddp, range(3, 4)))
-
-
-def test_checkpoints_of_different_steps_are_noticed() -> None:
-    pool = Pool(2)
-    try:
-        for text in pool.run(other_checkpoint):
-            assert "ranks disagree on step: rank 0 has 3, rank 1 has 1" in text
-    finally:
-        pool.close()
-
-
 def die(rank: int, exchange: str) -> Any:
     """Rank 1 saves a checkpoint and dies in the next step; the others must hear of it."""
     model = convnet()
@@ -260,14 +218,6 @@ def test_a_rank_that_dies_leaves_the_others_with_an_error(exchange: str) -> None
         pool.close()
 
 
-def late(rank: int) -> str:
-    ddp = ddp_of(perceptron())
-    if rank == 1:
-        return "RuntimeError: absent"
-    with meeting_within(2):
-        return message(lambda: CompressState(ddp, OneBit()))
-
-
 def alone_first(rank: int) -> list[str]:
     """Rank 0 constructs its state alone, and then with the other one."""
     ddp, found = ddp_of(perceptron()), []
@@ -288,84 +238,54 @@ def test_ranks_meet_where_one_has_waited_in_vain_before() -> None:
     assert first == second == ["nothing was raised"]
 
 
-def test_a_rank_that_never_constructs_its_state() -> None:
-    pool = Pool(2)
-    try:
-        text = pool.run(late, within=30)[0]
-        assert text.startswith("RuntimeError")
-        assert "every rank must construct CompressState" in text
-    finally:
-        pool.close()
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def single() -> nn.Module:
-    """One parameter: its bucket looks the same before and after DDP rebuilds, so a restart changes no layout."""
-    torch.manual_seed(7)
-    return nn.Linear(40, 64, bias=False)
+def resumed(rank: int, codec: Codec, exchange: str, feedback: Any) -> tuple[list[str], ...]:
+    """A run that goes on; that again, after it went astray; and new ones, with the checkpoint and without."""
 
+    def single() -> nn.Module:
+        """One parameter: its bucket looks the same before and after DDP rebuilds, so a restart changes no layout."""
+        torch.manual_seed(7)
+        return nn.Linear(40, 64, bias=False)
 
-def resumed(rank: int, codec: Codec, exchange: str) -> tuple[list[str], list[str], list[str]]:
     model = single()
-    ddp, state = wrap(model, codec, exchange=exchange)
+    ddp, state = wrap(model, codec, exchange=exchange, error_feedback=feedback)
     train(rank, ddp, range(4))
-    file = io.BytesIO()
-    torch.save((state.state_dict(), model.state_dict()), file)
-    file.seek(0)
-    on = train(rank, ddp, range(4, 8))
-    saved, weights = torch.load(file, weights_only=True)
-    runs = []
+    saved, weights = through_a_file((state.state_dict(), model.state_dict()))
+    runs = [train(rank, ddp, range(4, 8))]
+    train(rank, ddp, range(90, 93))
+    model.load_state_dict(weights)
+    state.load_state_dict(saved)
+    runs.append(train(rank, ddp, range(4, 8)))
     for remember in (True, False):
         model = single()
         model.load_state_dict(weights)
-        ddp, state = wrap(model, codec, exchange=exchange)
+        ddp, state = wrap(model, codec, exchange=exchange, error_feedback=feedback)
         if remember:
             state.load_state_dict(saved)
         runs.append(train(rank, ddp, range(4, 8)))
-    return on, runs[0], runs[1]
+    return tuple(runs)
 
 
-@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
-@pytest.mark.parametrize("codec", [OneBit(block=256), QSGD(), TopK(0.1)], ids=str)
-def test_resuming_equals_going_on(ranks: Ranks, codec: Codec, exchange: str) -> None:
-    if codec.block_size is None:
-        exchange = "gather"
-    for on, again, forgetful in ranks(2).run(resumed, codec, exchange):
-        assert again == on
+@pytest.mark.parametrize(
+    ("codec", "exchange", "feedback"),
+    [
+        (OneBit(block=256), "gather", "auto"),
+        (OneBit(block=256), "two_pass", "auto"),
+        (QSGD(), "gather", "auto"),
+        (QSGD(), "two_pass", "auto"),
+        (TopK(0.1), "gather", "auto"),
+        (TopK(0.1), "gather", Momentum()),
+        (TopK(0.1), "split", Momentum(nesterov=True)),
+        (OneBit(), "two_pass", Momentum(nesterov=True)),
+    ],
+    ids=str,
+)
+def test_resuming_equals_going_on(ranks: Ranks, codec: Codec, exchange: str, feedback: Any) -> None:
+    for on, astray, again, forgetful in ranks(2).run(resumed, codec, exchange, feedback):
+        assert on == astray == again
         assert forgetful != on, "the checkpoint made no difference"
-
-
-def grow(rank: int, phase: str, carried: Any) -> Any:
-    """Two ranks save a consolidated state; four load it, and the first thing they send includes it."""
-    model = perceptron()
-    ddp, state = wrap(model, TopK(0.05))
-    if phase == "save":
-        train(rank, ddp, range(4))
-        saved = state.consolidated_state_dict()
-        local = state.state_dict()
-        return (
-            {k: v for k, v in saved.items() if k != "residuals"},
-            {n: t.numpy() for n, t in residuals_of(saved).items()},
-            local,
-        )
-    rest, residuals, other = carried
-    saved = {**rest, "residuals": {"mean": {n: torch.from_numpy(t) for n, t in residuals.items()}}}
-    state.load_state_dict(saved)
-    ledger = Ledger(model)
-    for name, t in residuals_of(saved).items():
-        ledger.wanted[name] += t.double()
-    train(rank, ddp, range(state.step, state.step + 3), ledger)
-    refused = message(lambda: state.load_state_dict(other))
-    return ledger.error(state), refused
-
-
-def test_consolidated_state_loads_on_another_number_of_ranks(ranks: Ranks) -> None:
-    saved = ranks(2).run(grow, "save", None)
-    for error, refused in ranks(4).run(grow, "load", saved[0]):
-        assert error < 1e-5
-        assert "consolidated_state_dict()" in refused
 
 
 @on_ranks(2)
@@ -393,21 +313,6 @@ def test_foreign_checkpoints_are_refused_and_change_nothing(rank: int) -> None:
     assert "(3, 3)" in found["shape"]
     assert "not a checkpoint" in found["nothing"]
     assert found["intact"] == "True"
-
-
-@on_ranks(2)
-def test_a_checkpoint_is_tensors_numbers_and_strings(rank: int) -> None:
-    ddp, state = wrap(perceptron(), QSGD(), error_feedback=True, warmup_steps=1)
-    train(rank, ddp, range(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        file = io.BytesIO()
-        torch.save(state.state_dict(), file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-    assert set(residuals_of(loaded)) == {name for name, _ in perceptron().named_parameters()}
-    types = {type(value).__name__ for value in loaded.values()}
-    assert types <= {"int", "str", "dict", "NoneType", "float"}
 
 
 def test_feedback_is_on_for_codecs_that_contract() -> None:
@@ -599,34 +504,8 @@ def test_errors_arrive_as_they_are_with_their_cause(rank: int) -> None:
     assert second[2] == "RuntimeError"
 
 
-def test_other_callers_than_ddps_reducer_are_refused() -> None:
-    with pytest.raises(TypeError, match="got a tuple, expected DDP's GradBucket"):
-        compress_hook(CompressState(OneBit()), (torch.zeros(1), nn.Parameter(torch.zeros(1))))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("state", [None, OneBit(), nn.Linear(1, 1)], ids=lambda state: type(state).__name__)
 def test_a_hook_is_registered_with_a_compress_state(state: object) -> None:
     text = rf"a state that is a {type(state).__name__}, expected a CompressState: .*register_comm_hook\(CompressState\("
     with pytest.raises(TypeError, match=text):
         compress_hook(state, None)  # type: ignore[arg-type]
-
-
-def test_the_model_comes_first() -> None:
-    with pytest.raises(
-        TypeError, match=r"model is a OneBit, .*: the model is the first argument, as in CompressState\("
-    ):
-        owner.ddp_of(OneBit())
-    with pytest.raises(TypeError, match=r"model is a Linear, .*: wrap the model in it first"):
-        owner.ddp_of(nn.Linear(1, 1))
-
-
-def described(rank: int) -> str:
-    ddp, state = wrap(perceptron(), OneBit())
-    train(rank, ddp, range(2))
-    return repr(state)
-
-
-def test_a_state_says_what_it_is(ranks: Ranks) -> None:
-    for rank, text in enumerate(ranks(2).run(described)):
-        for word in ("CompressState", "6 parameters", "OneBit(", "'auto'", "step 2", f"rank {rank} of 2"):
-            assert word in text

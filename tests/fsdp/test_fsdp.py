@@ -187,7 +187,7 @@ def test_mistakes_are_named_on_every_rank(rank: int) -> None:
     with pytest.warns(UserWarning, match=r"'1.weight' is in no FSDP module"):
         compress_fsdp(partly, OneBit(), mesh=replicate).close()
     model = small(shard)
-    state = compress_fsdp(model, OneBit(), mesh=replicate)
+    state = compress_fsdp(model, OneBit(), mesh=replicate, fallback=None)
     found["twice"] = told(lambda: compress_fsdp(model, OneBit(), mesh=replicate))
     handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
     found["hook"] = told(lambda: model(torch.ones(2, 8)).sum().backward())
@@ -197,7 +197,7 @@ def test_mistakes_are_named_on_every_rank(rank: int) -> None:
     else:
         state.close()
         model = small(shard)
-        state = compress_fsdp(model, OneBit(), mesh=replicate)
+        state = compress_fsdp(model, OneBit(), mesh=replicate, fallback=None)
     saved = state.state_dict()
     found["codec"] = told(lambda: state.load_state_dict({**saved, "codec": "TopK()"}))
     found["lacks"] = told(lambda: state.load_state_dict({"step": 1}))
@@ -216,7 +216,7 @@ def test_mistakes_are_named_on_every_rank(rank: int) -> None:
     else:
         model = small(shard)
     model[2].bias.requires_grad_(False)
-    state = compress_fsdp(model, OneBit(), mesh=replicate)
+    state = compress_fsdp(model, OneBit(), mesh=replicate, fallback=None)
     model[2].bias.requires_grad_(True)
     found["thawed"] = told(lambda: model(torch.ones(2, 8)).sum().backward())
     state.close()
@@ -323,7 +323,7 @@ def test_gradients_go_to_their_owners_directly(rank: int) -> None:
     plain = group._reduce_scatter_comm
     own: Any = SimpleNamespace(allocate=plain.allocate)
     model[2].set_custom_reduce_scatter(own)
-    state = compress_fsdp(model, OneBit(), mesh=replicate)
+    state = compress_fsdp(model, OneBit(), mesh=replicate, fallback=None)
     assert model[2]._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm is own
     direct = group._reduce_scatter_comm
     assert direct is not plain
@@ -354,7 +354,7 @@ def test_torch_must_be_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replicas_that_use_other_parameters_are_told(rank: int) -> None:
     mesh = mesh_of((2, 2))
     model = small(mesh["shard"])
-    state = compress_fsdp(model, OneBit(), mesh=mesh["replicate"])
+    state = compress_fsdp(model, OneBit(), mesh=mesh["replicate"], fallback=None)
     x = torch.ones(2, 8)
 
     def train() -> None:

@@ -3,16 +3,15 @@ fail. And those that have failed once."""
 
 from __future__ import annotations
 
-import os
-import random
-import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
+from drawn import Copy, Overflow, Rescale, script, search, search_for_long
 from gradwire import (
     QSGD,
     Cast,
@@ -32,19 +31,14 @@ from gradwire.hooks.horovod.gradients import residuals
 from horovod_drawn import (
     Accumulate,
     Configuration,
-    Copy,
     Event,
     Join,
-    Overflow,
     Parameter,
-    Rescale,
     Restart,
     Resume,
     Step,
     play,
-    script,
 )
-from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from ranks import Pool, RankError, on_ranks
 
@@ -135,30 +129,6 @@ def replay(ranks: Ranks, configuration: Configuration, events: Sequence[Event]) 
     """Play a script, as a failing test has printed it."""
     wrong = found(ranks, configuration, events)
     assert not wrong, "\n".join([script(configuration, events), *wrong])
-
-
-def draw(ranks: Ranks, number: int, examples: int, until: float = float("inf")) -> int:
-    """Play scripts drawn by a seed; how many. The one that fails is made small for a minute at most."""
-    played, failed_at = 0, float("inf")
-
-    @seed(number)
-    @settings(
-        max_examples=examples, deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck)
-    )
-    @given(scripts())
-    def one(drawn: tuple[Configuration, list[Event]]) -> None:
-        nonlocal played, failed_at
-        if time.monotonic() > min(until, failed_at + 60.0):
-            return
-        played += 1
-        try:
-            replay(ranks, *drawn)
-        except AssertionError:
-            failed_at = min(failed_at, time.monotonic())
-            raise
-
-    one()
-    return played
 
 
 SPARSE = Parameter((30, 4), sparse=True)
@@ -267,15 +237,9 @@ def test_residuals_are_put_back_where_a_step_is_skipped_and_nowhere_else(rank: i
 
 @pytest.mark.parametrize("number", range(2))
 def test_drawn_scripts(ranks: Ranks, number: int) -> None:
-    draw(ranks, number, examples=40)
+    search(scripts(), partial(replay, ranks), number, 40)
 
 
 @pytest.mark.slow
 def test_drawn_scripts_for_long(ranks: Ranks) -> None:
-    """`GRADWIRE_DRAWN_SECONDS` says how long."""
-    end, played = time.monotonic() + float(os.environ.get("GRADWIRE_DRAWN_SECONDS", "60")), 0
-    while time.monotonic() < end:
-        number = random.SystemRandom().getrandbits(32)
-        print(f"seed {number}", flush=True)
-        played += draw(ranks, number, examples=200, until=end)
-    print(f"{played} scripts")
+    search_for_long(scripts(), partial(replay, ranks), 200)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -92,30 +91,19 @@ def test_means_of_16_bits_are_added_up_in_32(rank: int) -> None:
 
 @KEEPING
 @on_ranks(2)
-def test_a_strategy_resumes(rank: int, name: str) -> None:
+def test_what_another_rank_has_kept_is_refused(rank: int, name: str) -> None:
+    """It would leave the ranks with estimates that differ."""
     hvd.init()
     model = model_of()
     optimizer = optimizer_of(model, name)
     train(model, optimizer, rank, range(3))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    train(model, optimizer, rank, range(3, 6))
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    again = model_of(seed=9)
-    again.load_state_dict(saved["model"])
-    other = optimizer_of(again, name)
-    other.load_state_dict(saved["optimizer"])
-    train(again, other, rank, range(3, 6))
-    assert torch.equal(weights(again), weights(model))
-    # Another rank's vectors would leave the ranks with estimates that differ.
-    theirs = hvd.broadcast_object(saved["optimizer"], root_rank=1)
+    theirs = hvd.broadcast_object(optimizer.state_dict(), root_rank=1)
     if rank != 1:
-        assert "consolidated" in raised(ValueError, lambda: other.load_state_dict(theirs))
+        assert "consolidated" in raised(ValueError, lambda: optimizer.load_state_dict(theirs))
     # So would those of rank 0 alone, handed to all.
     fresh = optimizer_of(model_of(), name)
     if rank == 0:
-        fresh.load_state_dict(saved["optimizer"])
+        fresh.load_state_dict(optimizer.state_dict())
     assert "consolidated" in raised(ValueError, lambda: hvd.broadcast_optimizer_state(fresh, root_rank=0))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,14 +38,13 @@ from gradwire.hooks.exchanges import possible
 from gradwire.hooks.local_sgd import outer_sgd as outer
 from gradwire.hooks.local_sgd.options import modern
 from gradwire.hooks.local_sgd.outer_sgd import fragments_of
-from gradwire.hooks.local_sgd.skipped import StepCounter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
 from rounded import counted as rounding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, digest, in_groups, perceptron, residuals_of
+from training import batch, digest, in_groups, mean_over_ranks, perceptron, residuals_of, through_a_file
 
 Ranks = Callable[[int], Pool]
 
@@ -101,13 +98,6 @@ def globals_of(updates: LocalUpdates) -> dict[str, Tensor]:
     """What all ranks have agreed on."""
     found: dict[str, Tensor] = updates.state_dict()["global"]
     return found
-
-
-def mean_over_ranks(x: Tensor) -> Tensor:
-    """In float64, by torch alone."""
-    total = x.detach().double().contiguous()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
 
 
 class Ledger:
@@ -474,29 +464,6 @@ def test_inside_with_the_optimizers_steps_are_counted(ranks: Ranks, several: boo
         assert by_hand[1] == 2
 
 
-@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["made", "scaled", "skipped"]))))
-def test_a_step_has_one_of_each_optimizer(size: int, events: list[tuple[int, str]]) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    parameters = [nn.Parameter(torch.ones(1)) for _ in range(size)]
-    optimizers = [torch.optim.SGD([p], lr=0.1) for p in parameters]
-    counts, made = list[list[int]](), [0] * size
-    counter = StepCounter(optimizers, lambda: counts.append(made.copy()))
-    for index, event in ((index, event) for index, event in events if index < size):
-        made[index] += 1
-        parameters[index].grad = torch.full((1,), math.inf if event == "skipped" else 1.0)
-        if event == "made":
-            optimizers[index].step()
-        else:
-            scaler.scale(torch.ones(1))
-            scaler.step(optimizers[index])
-            scaler.update()
-        assert len(counts) == min(made)
-    counter.remove()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert counts == [] or len(counts) == min(counts[-1])
-
-
 # -- what is not finite -----------------------------------------------------------------------------------------------
 
 
@@ -589,13 +556,6 @@ def test_what_is_not_finite_is_refused_where_one_rank_synchronises_earlier(ranks
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr": 0.7, "outer_momentum": 0.9}
-
-
-def through_a_file(saved: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], save_at: int) -> Any:

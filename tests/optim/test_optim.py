@@ -34,7 +34,7 @@ from gradwire.optim import DistributedLion, OneBitAdam, keep_gradients
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, digest, perceptron, residuals_of
+from training import batch, digest, mean_over_ranks, perceptron, residuals_of, through_a_file
 
 Ranks = Callable[[int], Pool]
 BETAS, EPS, DECAY = (0.8, 0.95), 1e-6, 0.1
@@ -200,27 +200,19 @@ def test_lion_is_as_published(ranks: Ranks, rule: Any, options: dict[str, Any], 
 # -- what compression keeps --------------------------------------------------------------------------------------------
 
 
-def mean_over_ranks(x: Tensor) -> Tensor:
-    total = x.detach().double().contiguous()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
-
-
 def momentum_and_residual(optimizer: Any, made: list[nn.Parameter], index: int) -> tuple[Tensor, Tensor]:
     """The means over the ranks."""
     residual = residuals_of(optimizer.state_dict()["gradwire"]).get(str(index), torch.zeros(()))
     return mean_over_ranks(optimizer.state[made[index]]["exp_avg"]), mean_over_ranks(residual)
 
 
-def momenta(rank: int, codec: Any, exchange: Any, forget: bool = False) -> Any:
+def momenta(rank: int, codec: Any, exchange: Any) -> Any:
     """Digests of what ranks have, and the most of the momentum that is missing after any step."""
     made = parameters()
     optimizer = adam(made, codec=codec, exchange=exchange)
     trained, digests, worst = (0, 1, 3, 4, 6), [], 0.0
-    for step in walk(rank, made, range(9)):
+    for _ in walk(rank, made, range(9)):
         before = {index: momentum_and_residual(optimizer, made, index) for index in trained}
-        if forget and step == 6:
-            optimizer._feedback.load({})
         optimizer.step()
         for index, (momentum, residual) in before.items():
             grad = made[index].grad
@@ -240,7 +232,8 @@ KEEPING = [OneBit(), QSGD(), Ternary(), TopK(0.05), Outliers(OneBit(), 0.05), Ch
 @pytest.mark.parametrize(
     ("codec", "exchange", "size"),
     [
-        (codec, exchange, 2 + (n + m) % 2)
+        # Half of the ways in `make test`.
+        pytest.param(codec, exchange, 2 + m % 2, marks=() if (n + m) % 2 else pytest.mark.slow)
         for n, codec in enumerate(KEEPING)
         for m, exchange in enumerate(possible(codec))
     ],
@@ -251,10 +244,6 @@ def test_nothing_of_the_momentum_is_lost(ranks: Ranks, codec: Codec, exchange: s
     assert all(found == digests[0] for found in digests), "replicas differ"
     assert max(errors) < 2e-6
     assert all(kept) == (exchange != "dense")
-
-
-def test_the_law_notices_a_lost_residual(ranks: Ranks) -> None:
-    assert min(error for _, error, _ in ranks(2).run(momenta, OneBit(), "two_pass", True)) > 1e-2
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -290,17 +279,15 @@ def resumed(rank: int, name: str) -> tuple[bool, str]:
     for step in walk(rank, made, range(8)):
         optimizer.step()
         if step == 4:
-            file = io.BytesIO()
             values = [p.detach().clone() for p in made]
-            torch.save(optimizer.state_dict(), file)
+            saved = through_a_file(optimizer.state_dict())
             optimizer.consolidated_state_dict()
     assert digest(made) == never
-    file.seek(0)
     again = parameters()
     other: Any = make(again, **options)
     for p, value in zip(again, values, strict=True):
         p.data.copy_(value)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(saved)
     for _ in walk(rank, again, range(5, 8)):
         other.step()
     states = [[*made, *optimizer.state[made[0]].values()], [*again, *other.state[again[0]].values()]]
@@ -505,9 +492,6 @@ def test_groups_can_be_added(rank: int, make: str) -> str:
     if make == "adam":
         with pytest.raises(ValueError, match=r"added at step 6, after the 3 of the warm-up"):
             optimizer.add_param_group({"params": made[1:2]})
-    else:
-        with pytest.raises(ValueError, match="lr=-1"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": -1})
     assert len(optimizer.param_groups) == 2
     for _ in walk(rank, made, range(6, 8)):
         optimizer.step()

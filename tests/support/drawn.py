@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -13,6 +17,8 @@ import torch
 from gradwire import Codec, Lead, Momentum, TopK, Tracking
 from gradwire.compress import Feedback
 from gradwire.hooks.auto.planner import Fallback
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 from torch import nn
 
 
@@ -48,12 +54,14 @@ class Parameter(Short):
     Attributes:
         use: "always", "tied" (in two places), "never", "turns" (in every other backward pass), "some" (on every other
             rank, by turns), or "frozen".
+        sparse: whether its gradients are, of the first dimension.
     """
 
     shape: tuple[int, ...]
     use: str = "always"
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
+    sparse: bool = False
 
     def used(self, rank: int, number: int) -> bool:
         """Whether a rank uses it in the backward pass of that number."""
@@ -246,7 +254,48 @@ def verdict(results: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def script(configuration: Configuration, events: Sequence[Event]) -> str:
+def script(configuration: Any, events: Sequence[Any]) -> str:
     """What can be pasted into a test to see it again."""
     lines = ",\n        ".join(map(repr, events))
-    return f"replay(\n    {configuration!r},\n    [\n        {lines},\n    ],\n)"
+    return f"replay(\n    ranks,\n    {configuration!r},\n    [\n        {lines},\n    ],\n)"
+
+
+# -- looking for what is wrong -----------------------------------------------------------------------------------------
+
+
+def search(
+    scripts: st.SearchStrategy[Any], replay: Callable[..., None], number: int, examples: int, until: float = math.inf
+) -> int:
+    """Replay scripts that are drawn by a seed, until a time of `time.monotonic`; how many. The one that fails is made
+    small for a minute at most."""
+    played, failed_at = 0, math.inf
+
+    @seed(number)
+    @settings(
+        max_examples=examples, deadline=None, database=None, print_blob=False, report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(scripts)
+    def one(drawn: tuple[Any, Sequence[Any]]) -> None:
+        nonlocal played, failed_at
+        if time.monotonic() > min(until, failed_at + 60.0):
+            return
+        played += 1
+        try:
+            replay(*drawn)
+        except AssertionError:
+            failed_at = min(failed_at, time.monotonic())
+            raise
+
+    one()
+    return played
+
+
+def search_for_long(scripts: st.SearchStrategy[Any], replay: Callable[..., None], examples: int) -> None:
+    """`GRADWIRE_DRAWN_SECONDS` says how long."""
+    end, played = time.monotonic() + float(os.environ.get("GRADWIRE_DRAWN_SECONDS", "60")), 0
+    while time.monotonic() < end:
+        number = random.SystemRandom().getrandbits(32)
+        print(f"seed {number}", flush=True)
+        played += search(scripts, replay, number, examples, end)
+    print(f"{played} scripts")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
-import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from drawn import Close, Configuration, Copy, Event, Join, Overflow, Parameter, Raise, Rescale, Resize, Resume, Step
-from drawn_model import Drawn, Linear, Recorder, fail, infinite, with_scale
+from drawn_model import Drawn, Linear, Recorder, factor_of, fail, infinite, wide, with_scale
 from gradwire import CompressState, Lead, compress_hook
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.lead import PAST
@@ -30,7 +29,7 @@ from gradwire.hooks.network import cost, probe
 from rounded import counted
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from training import digest, law, mean_residuals, pretend
+from training import digest, law, mean_residuals, pretend, through_a_file
 
 #: Of a process: the groups of its first ranks, by their number. None is the default one, of all ranks.
 GROUPS: dict[int, Any] = {}
@@ -112,7 +111,8 @@ class Machine:
     def _follow(self) -> None:
         """The optimizer of the model as it now is."""
         self.begun = False
-        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self.parameters = {n.removeprefix("tables."): p for n, p in trained}
         lead = self.configuration.lead
         self.optimizer = Recorder(self.parameters, self.received, 0.0 if lead is None else lead.momentum)
 
@@ -196,7 +196,7 @@ class Machine:
                     handle.remove()
                 for name, factors in zip(self.window, self._of_trained(data), strict=True):
                     if factors:
-                        gradient = sum(factors[1:], start=factors[0]).double()
+                        gradient = wide(sum(factors[1:], start=factors[0]))
                         self.window[name] += gradient
                         before[name] += float(gradient.norm())
         # What bfloat16 rounds away: where gradients accumulate, and where the mean is written. Where no rank has used
@@ -219,21 +219,23 @@ class Machine:
     def _gradient(self, name: str) -> Tensor:
         """A parameter's, in units of a loss that is not scaled."""
         found = self.parameters[name].grad
-        return torch.zeros_like(self.window[name]) if found is None else found.double() / self.scale
+        return torch.zeros_like(self.window[name]) if found is None else wide(found) / self.scale
 
     def _data(self, number: int) -> list[list[Tensor]]:
         generator = torch.Generator().manual_seed(64 * number + self.rank + 1)
         result = []
         for drawn in self.configuration.parameters:
             places = (1 + (drawn.use == "tied")) if drawn.used(self.rank, number) else 0
-            result.append([torch.randn(drawn.shape, generator=generator).to(drawn.dtype) for _ in range(places)])
+            result.append([factor_of(drawn, number, generator) for _ in range(places)])
         return result
 
     def _of_trained(self, data: list[list[Tensor]]) -> Iterator[list[Tensor]]:
         return (factors for factors, p in zip(data, self.configuration.parameters, strict=True) if p.use != "frozen")
 
     def _apply(self, bad: bool, unscale: bool = False) -> None:
-        self.digests[f"{self.at}, gradients before {self.number}"] = digest(p.grad for p in self.parameters.values())
+        self.digests[f"{self.at}, gradients before {self.number}"] = digest(
+            None if p.grad is None else wide(p.grad) for p in self.parameters.values()
+        )
         before = self.optimizer.steps
         if self.scaler is None:
             self.optimizer.step()
@@ -324,10 +326,7 @@ class Machine:
             checkpoint["state"] = self.state.consolidated_state_dict() if consolidated else self.state.state_dict()
         if self.scaler is not None:
             checkpoint["scaler"] = self.scaler.state_dict()
-        file = io.BytesIO()
-        torch.save(checkpoint, file)
-        file.seek(0)
-        loaded: dict[str, Any] = torch.load(file, weights_only=True)
+        loaded: dict[str, Any] = through_a_file(checkpoint)
         return loaded
 
     def _restart(self, saved: dict[str, Any]) -> None:

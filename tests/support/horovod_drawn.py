@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import pickle
 import traceback
 import warnings
@@ -19,11 +18,11 @@ from typing import Any
 
 import gradwire.hooks.horovod as hvd
 import torch
-from drawn import TENTH, Overflow, Short
+from drawn import TENTH, Copy, Overflow, Rescale, Short
 from gradwire import Codec, Residual
 from rounded import counted
 from torch import Tensor, nn
-from training import digest
+from training import digest, through_a_file
 
 #: What may be missing, of the largest sum seen.
 TOLERANCE = 1e-5
@@ -140,20 +139,6 @@ class Resume(Short):
 
     kind: str = "local"
     fresh: bool = True
-
-
-@dataclass(frozen=True, repr=False)
-class Copy(Short):
-    """Training goes on with a copy of model and optimizers."""
-
-    how: str = "deepcopy"
-
-
-@dataclass(frozen=True, repr=False)
-class Rescale(Short):
-    """Another loss scale."""
-
-    factor: float = 0.5
 
 
 @dataclass(frozen=True, repr=False)
@@ -342,11 +327,9 @@ class Machine:
             if event.fresh:
                 model.parameters = [nn.Parameter(p.detach().clone()) for p in model.parameters]
                 self._wrap(model)
-            file = io.BytesIO()
-            torch.save(old.state_dict() if event.kind == "local" else old.consolidated_state_dict(), file)
-            file.seek(0)
+            saved = through_a_file(old.state_dict() if event.kind == "local" else old.consolidated_state_dict())
             if event.kind != "broadcast" or self.rank == 0:
-                model.optimizer.load_state_dict(torch.load(file, weights_only=True))
+                model.optimizer.load_state_dict(saved)
             if event.kind == "broadcast":
                 hvd.broadcast_optimizer_state(model.optimizer, 0)
 
@@ -420,9 +403,3 @@ def play(rank: int, configuration: Configuration, events: Sequence[Event]) -> li
     except Exception:
         hvd.shutdown()  # the others must not wait for this rank
         return [f"{machine.at if machine else 'the begin'}: {traceback.format_exc()}"]
-
-
-def script(configuration: Configuration, events: Sequence[Event]) -> str:
-    """What can be pasted into a test to see it again."""
-    lines = ",\n        ".join(map(repr, events))
-    return f"replay(\n    ranks,\n    {configuration!r},\n    [\n        {lines},\n    ],\n)"
