@@ -143,11 +143,21 @@ class Decision:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Seconds an element: to encode, to decode one rank's wire, and to write the mean of all ranks."""
+    """Seconds an element: to encode, to decode one rank's wire, and to write the mean of all ranks.
+
+    Attributes:
+        launch: seconds that each of the three takes besides, whatever the number of elements.
+    """
 
     encode: float
     decode: float
     mean: float = 0.0
+    launch: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def at(self, numel: int) -> CodecSpeed:
+        """Seconds an element of a bucket of `numel`, with its share of the launches."""
+        rates = zip((self.encode, self.decode, self.mean), self.launch, strict=True)
+        return CodecSpeed(*(rate + launch / numel for rate, launch in rates))
 
 
 @dataclass(frozen=True)
