@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -152,7 +152,7 @@ class CodecSpeed:
     encode: float
     decode: float
     mean: float = 0.0
-    launch: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    launch: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), kw_only=True)
 
     def at(self, numel: int) -> CodecSpeed:
         """Seconds an element of a bucket of `numel`, with its share of the launches."""
