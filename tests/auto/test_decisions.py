@@ -67,7 +67,7 @@ class Cluster:
 
     def speed(self, codec: Codec) -> CodecSpeed:
         encode, decode, mean = (4 * passes / MEMORY for passes in PASSES.get(type(codec), (1.5, 0.5, 0.5)))
-        return CodecSpeed(encode, decode, mean, (LAUNCH, LAUNCH, LAUNCH))
+        return CodecSpeed(encode, decode, mean, launch=(LAUNCH,) * 3)
 
     def seconds(self, estimates: Sequence[Estimate]) -> float:
         """From the first ready bucket to the last mean, by an estimate of each: messages follow each other."""
