@@ -83,7 +83,7 @@ def parameters(draw: st.DrawFn, uses: tuple[str, ...], tables: bool) -> tuple[Pa
     result = [Parameter((40, 20), dtype=dtypes[0])]  # there always is one with a gradient
     for _ in range(draw(st.integers(0, 5))):
         if tables and draw(st.integers(0, 3)) == 3:
-            use = draw(st.sampled_from([use for use in uses if use != "tied"]))
+            use = draw(st.sampled_from(["always", "always", "frozen"]))  # DDP takes no pass without their gradients
             result.append(Parameter(draw(st.sampled_from(TABLES)), use, draw(st.sampled_from(dtypes)), sparse=True))
             continue
         shape = draw(st.sampled_from(SHAPES))
@@ -186,10 +186,20 @@ def replay(ranks: Ranks, configuration: Configuration, events: Sequence[Event]) 
 PAIR = (Parameter((40, 20)), Parameter((40, 20)))
 SKIPS: dict[str, Any] = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "cap": 1}
 
+ROWS = (
+    Parameter((50, 16), sparse=True), Parameter((40, 20)), Parameter((3000, 3), sparse=True), Parameter((300,)),
+    Parameter((1, 3), sparse=True),
+)  # fmt: skip
 BY_TURNS = (Parameter((40, 20)), Parameter((300,), "turns"), Parameter((1500,), "never"))
 
 #: What has failed once, made small, and ways to build and use DDP.
 SCRIPTS: tuple[tuple[Configuration, list[Any]], ...] = (
+    # Every codec that keeps what it leaves out, by each of its ways, across DDP's other buckets and a checkpoint.
+    *(
+        (Configuration(codec=codec, exchange=exchange), [Step(), Step(), Resume(), Step(), Step()])
+        for codec in {codec.name: codec for codec in CODECS if codec.default_feedback}.values()
+        for exchange in possible(codec)
+    ),
     (Configuration(static_graph=True, gradient_as_bucket_view=True), [Step()] * 6),
     (Configuration(static_graph=True, cap=1), [Step()] * 6),
     (Configuration(gradient_as_bucket_view=True, cap=1 << 20), [Step()] * 6),
@@ -240,6 +250,14 @@ SCRIPTS: tuple[tuple[Configuration, list[Any]], ...] = (
     (
         Configuration(world_size=4, codec=OneBit(), exchange="hierarchical", topology=2, scaler="enabled"),
         [Step(), Step(overflow=Overflow(rank=1)), Step(overflow=Overflow(parameter=1)), Step()],
+    ),
+    # Rows of tables, first, in the middle and last.
+    *(
+        (
+            Configuration(codec=codec, exchange=exchange, network=network, scaler="enabled", cap=1, parameters=ROWS),
+            [Step(no_sync=1), Step(overflow=Overflow(1, 2)), Resume(consolidated=True), Step(2), Close(), Step()],
+        )
+        for codec, exchange, network in [(OneBit(), "gather", 1e-7), (TENTH, "auto", 1e-9), (Identity(), "auto", 1e-12)]
     ),
     # An overflow in a slice that only some ranks see.
     (

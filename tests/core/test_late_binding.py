@@ -512,32 +512,6 @@ def test_ranks_with_different_models_all_say_so(rank: int) -> None:
             train(rank, ddp, range(2))
 
 
-@pytest.mark.parametrize("exchange", ["gather", "dense"])
-@pytest.mark.parametrize("bucket", [0, 1])
-@on_ranks(2)
-def test_a_step_follows_an_error_within_the_hook(rank: int, exchange: str, bucket: int) -> None:
-    """Which DDP would report, and nothing else, at the next forward pass."""
-    state = CompressState(OneBit(), **{**OPTIONS, "exchange": exchange})
-    ddp = DistributedDataParallel(perceptron(), bucket_cap_mb=0.02)
-    register_hook(ddp, state)
-    ledger = Ledger(ddp.module)
-    train(rank, ddp, range(2), ledger)
-    submit = CompressState.submit
-
-    def refuse(self: CompressState, grad_bucket: Any) -> Any:
-        if grad_bucket.index() == bucket:
-            raise RuntimeError("cannot be captured")
-        return submit(self, grad_bucket)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompressState, "submit", refuse)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="cannot be captured"):
-                ddp(batch(rank, 2, ddp.module)).square().mean().backward()
-    train(rank, ddp, range(2, 4), ledger)
-    assert bucket == 1 or ledger.error(state) < 1e-5  # else bucket 0 of the failed passes goes with later steps
-
-
 @on_ranks(2)
 def test_a_step_follows_a_wrong_state_and_a_missing_hook(rank: int) -> None:
     ddp = DistributedDataParallel(perceptron(), bucket_cap_mb=0.02)

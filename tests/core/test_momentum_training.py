@@ -1,4 +1,4 @@
-"""Momentum in training: as SGD's where all is sent, and through scalers, unused parameters and checkpoints."""
+"""Momentum in training: as SGD's where all is sent, and through unused parameters."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire import Codec, Identity, LocalUpdates, Momentum, OneBit, OuterSGD, Residual, TopK, Tracking
+from gradwire import Codec, Identity, Momentum, OneBit, TopK
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.momentum import MOMENTUM
-from ranks import Pool, on_ranks
+from ranks import Pool
 from test_momentum import BETA, KINDS
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import TwoHeads, batch, data_of, digest, perceptron, wrap
 
 Ranks = Callable[[int], Pool]
-
-
-# -- steps that send everything are SGD's ------------------------------------------------------------------------------
 
 
 # -- steps that send everything are SGD's ------------------------------------------------------------------------------
@@ -79,7 +76,7 @@ def test_a_run_that_sends_everything_is_sgds(
     assert found[0][0] < 1e-5
 
 
-# -- steps that are undone ---------------------------------------------------------------------------------------------
+# -- parameters that no rank uses --------------------------------------------------------------------------------------
 
 
 def vectors_of(state: Any) -> dict[str, dict[str, Tensor]]:
@@ -87,47 +84,6 @@ def vectors_of(state: Any) -> dict[str, dict[str, Tensor]]:
     saved = state.state_dict()
     [residuals], [momentum] = saved["residuals"].values(), saved["vectors"][MOMENTUM].values()
     return {RESIDUAL: dict(residuals), MOMENTUM: dict(momentum)}
-
-
-def skipped(rank: int, codec: Codec, options: dict[str, Any]) -> list[str]:
-    """Training with a step that a scaler skips because of an overflow on one rank, and without it."""
-    ends = []
-    for steps in ((0, 1, 2, 77, 3, 4), (0, 1, 2, 3, 4)):
-        model = perceptron()
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        ddp, state = wrap(model, codec, error_feedback=Momentum(BETA), grad_scaler=scaler, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in steps:
-            overflow = step == 77 and rank == 1
-            weight = next(model.parameters())
-            handle = weight.register_hook(lambda grad: grad * torch.inf) if overflow else None
-            optimizer.zero_grad()
-            scaler.scale(ddp(batch(rank, step, model)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            if handle is not None:
-                handle.remove()
-        kept = vectors_of(state)
-        assert all(float(x.norm()) > 0 for x in kept[MOMENTUM].values())
-        in_units = [x / scaler.get_scale() for vector in kept.values() for _, x in sorted(vector.items())]
-        ends += [digest([*model.parameters(), *in_units]), str(scaler.get_scale())]
-        state.close()
-    return ends
-
-
-@pytest.mark.parametrize(
-    ("codec", "options"),
-    [(TopK(0.1), {"exchange": "split"}), (TopK(0.1), {"exchange": "gather"}), (OneBit(), {"exchange": "two_pass"})],
-    ids=str,
-)
-def test_a_step_that_a_scaler_skips_leaves_all_as_it_was(ranks: Ranks, codec: Codec, options: dict[str, Any]) -> None:
-    """To the bit, as scales are powers of two."""
-    for with_it, scale, without, before in ranks(2).run(skipped, codec, options):
-        assert with_it == without
-        assert (scale, before) == ("128.0", "256.0")
-
-
-# -- parameters that no rank uses --------------------------------------------------------------------------------------
 
 
 def came_again(rank: int, codec: Codec, strategy: Momentum) -> tuple[float, float]:
@@ -165,42 +121,3 @@ def test_a_gradient_that_comes_again_has_not_entered(ranks: Ranks, codec: Codec,
     for law, momentum in ranks(2).run(came_again, codec, strategy):
         assert law < 1e-6
         assert momentum < 1e-6
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_what_another_strategy_has_kept_is_no_momentum(rank: int) -> None:
-    """Checkpoints of other strategies, loaded strictly."""
-    refused = []
-    for strategy in (Residual(), Tracking()):
-        model = perceptron()
-        ddp, other = wrap(model, OneBit(), error_feedback=strategy)
-        ddp(batch(rank, 0, model)).square().mean().backward()
-        saved = other.state_dict()
-        other.close()
-        _, state = wrap(perceptron(), OneBit(), error_feedback=Momentum())
-        with pytest.raises(ValueError, match="momentum") as problem:
-            state.load_state_dict(saved)
-        refused.append(str(problem.value))
-        state.close()
-    residual, estimate = refused
-    assert "no momentum" in residual
-    assert "estimate" in estimate
-
-
-# -- another optimizer
-
-
-@on_ranks(2)
-def test_an_outer_optimizer_with_momentum_is_refused(rank: int) -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of the local steps, which is another one
-    found = []
-    for strategy in (Momentum(), Tracking()):
-        with pytest.raises(ValueError, match=r"OuterSGD\(momentum=0\.9") as refused:
-            LocalUpdates(model, optimizer, TopK(0.1), every=2, outer=OuterSGD(momentum=0.9), error_feedback=strategy)
-        found.append(str(refused.value))
-        LocalUpdates(model, optimizer, TopK(0.1), every=2, error_feedback=strategy).close()
-    assert all("leave it at 0" in text for text in found)

@@ -52,11 +52,12 @@ def refused(rank: int, exchange: str) -> float:
         if place == 3:
             ledger.receive()
         else:
-            ledger.wanted = {name: w if name in sent else before[name] for name, w in ledger.wanted.items()}
+            kept = set() if exchange == "dense" else sent  # of what goes straight nothing is kept
+            ledger.wanted = {name: w if name in kept else before[name] for name, w in ledger.wanted.items()}
     return ledger.error(state)
 
 
-@pytest.mark.parametrize("exchange", ["gather", "two_pass"])
+@pytest.mark.parametrize("exchange", ["gather", "two_pass", "dense"])
 def test_after_a_bucket_that_is_refused_the_next_step_works_and_nothing_is_lost(ranks: Ranks, exchange: str) -> None:
     assert max(ranks(2).run(refused, exchange)) < 1e-5
 

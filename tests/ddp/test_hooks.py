@@ -1,5 +1,4 @@
-"""The hook in DDP: nothing lost, replicas equal. Ways to build and use DDP are in the scripts of
-`tests/core/test_drawn.py`."""
+"""The hook in DDP, beside what the scripts of `tests/core/test_drawn.py` have: nothing lost, and replicas equal."""
 
 from __future__ import annotations
 
@@ -11,78 +10,17 @@ import torch
 import torch.distributed as dist
 from gradwire import (
     QSGD,
-    Cast,
-    ChunkedTopK,
     Codec,
     CompressState,
     OneBit,
-    Outliers,
-    PowerSGD,
-    Ternary,
     TernGrad,
     TopK,
 )
-from gradwire.hooks.exchanges import possible
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
-from training import Ledger, batch, convnet, digest, perceptron, residuals_of, through_a_file, train, wrap
+from training import batch, convnet, digest, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
-
-LOSSLESS_SUM = [
-    OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Outliers(Ternary(), 0.05),
-    ChunkedTopK(k=16, chunk=256), PowerSGD(rank=1),
-    Cast(torch.bfloat16),
-]  # fmt: skip
-
-
-def equal_on_all(results: list[Any]) -> bool:
-    return all(result == results[0] for result in results)
-
-
-def trained_twice(rank: int, codec: Codec, exchange: str, save_at: int) -> Any:
-    """Train across DDP's bucket rebuild and, at `save_at`, through a checkpoint into a new model and state."""
-    model = convnet()
-    ledger = Ledger(model)
-    ddp, state = wrap(model, codec, exchange=exchange)
-    digests = train(rank, ddp, range(save_at), ledger)
-    buckets = len(state._buckets)
-    saved = through_a_file({"state": state.state_dict(), "model": model.state_dict()})
-    state.close()
-    model = convnet()
-    model.load_state_dict(saved["model"])
-    ledger.model, ledger.parameters = model, dict(model.named_parameters())
-    ddp, state = wrap(model, codec, exchange=exchange)
-    state.load_state_dict(saved["state"])
-    digests += train(rank, ddp, range(save_at, 20), ledger)
-    error = ledger.error(state)
-    steps = state.step
-    state.close()
-    return digests, error, buckets, steps
-
-
-@pytest.mark.parametrize(
-    ("codec", "exchange"),
-    [
-        # One way of each codec in `make test`; what draws scripts takes the others too.
-        *(
-            pytest.param(codec, e, marks=() if n == number % len(ways) else pytest.mark.slow)
-            for number, codec in enumerate(LOSSLESS_SUM)
-            for ways in [[e for e in possible(codec) if e != "dense"]]
-            for n, e in enumerate(ways)
-        ),
-        (TopK(0.05, values=torch.int8), "split"),
-        pytest.param(TopK(0.05, values=torch.bfloat16), "split", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_nothing_is_lost_across_rebuild_and_checkpoint(ranks: Ranks, codec: Codec, exchange: str) -> None:
-    results = ranks(3).run(trained_twice, codec, exchange, 8)
-    digests, errors, buckets, steps = zip(*results, strict=True)
-    assert equal_on_all(list(digests)), "replicas differ"
-    assert max(errors) < 1e-5
-    assert min(buckets) >= 3
-    assert set(steps) == {20}
 
 
 @on_ranks(2)

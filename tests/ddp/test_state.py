@@ -21,18 +21,9 @@ from ranks import Pool, on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import convnet, digest, meeting_within, perceptron, residuals_of, through_a_file, train, wrap
+from training import convnet, digest, meeting_within, perceptron, residuals_of, through_a_file, told, train, wrap
 
 Ranks = Callable[[int], Pool]
-
-
-def message(action: Callable[[], Any]) -> str:
-    """What `action` raises, as text: type and message."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def ddp_of(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -40,9 +31,6 @@ def ddp_of(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 # -- what one rank can see by itself -----------------------------------------------------------------------------------
-
-
-# -- what ranks have to agree on ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,7 +72,7 @@ def test_a_model_is_what_ddp_has_wrapped(model: Any, words: str) -> None:
 @on_ranks(2)
 def test_what_does_not_fit_the_model_is_named_with_a_remedy(rank: int) -> None:
     ddp = ddp_of(perceptron())
-    sharded = fully_shard(perceptron(), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    sharded: Any = fully_shard(perceptron(), mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     cases: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
         (lambda: CompressState(sharded, OneBit()), ("TypeError", "FSDPSequential", "DistributedDataParallel")),
         (lambda: CompressState(ddp, OneBit(), exclude=["bias"]), ("ValueError", "'bias'", "'0.weight'", "'*.bias'")),
@@ -107,9 +95,12 @@ def test_what_does_not_fit_the_model_is_named_with_a_remedy(rank: int) -> None:
         ),
     ]
     for make, words in cases:
-        text = message(make)
+        text = told(make)
         if text != "RuntimeError: Invalid scalar type":  # torch 2.6's Gloo, in DDP's constructor
             assert all(word in text for word in words), text
+
+
+# -- what ranks have to agree on ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,7 +140,7 @@ def test_ranks_that_disagree_all_say_so(rank: int, case: str, words: tuple[str, 
 
         module.WIRE_VERSION = 1 + rank
     try:
-        text = message(lambda: CompressState(ddp, codecs[rank % 2], **options))
+        text = told(lambda: CompressState(ddp, codecs[rank % 2], **options))
     finally:
         import gradwire.hooks.core.options as module
 
@@ -167,8 +158,8 @@ def diverging_schedule(rank: int, codec: Codec, exchange: str) -> tuple[str, lis
     train(rank, ddp, range(4))
     # What has been replaced goes before what is sent to it arrives.
     next(ddp.parameters()).register_hook(lambda grad: [None, gc.collect()][0])
-    first = message(lambda: train(rank, ddp, range(4, 5)))
-    again = message(lambda: train(rank, ddp, range(5, 6)))
+    first = told(lambda: train(rank, ddp, range(4, 5)))
+    again = told(lambda: train(rank, ddp, range(5, 6)))
     residuals = residuals_of(state.state_dict())
     return first, [again, str(all(bool(t.isfinite().all()) for t in residuals.values()))]
 
@@ -196,7 +187,7 @@ def die(rank: int, exchange: str) -> Any:
     if rank == 1:
         os._exit(1)
     start = time.monotonic()
-    text = message(lambda: train(rank, ddp, range(3, 6)))
+    text = told(lambda: train(rank, ddp, range(3, 6)))
     seconds = time.monotonic() - start
     state.load_state_dict(saved)
     intact = digest(residuals_of(state.state_dict()).values()) == digest(residuals_of(saved).values())
@@ -223,9 +214,9 @@ def alone_first(rank: int) -> list[str]:
     ddp, found = ddp_of(perceptron()), []
     with meeting_within(1):
         if rank == 0:
-            found.append(message(lambda: CompressState(ddp, OneBit(), exchange="gather")))
+            found.append(told(lambda: CompressState(ddp, OneBit(), exchange="gather")))
         dist.barrier()
-    return [*found, message(lambda: CompressState(ddp, OneBit(), exchange="gather"))]
+    return [*found, told(lambda: CompressState(ddp, OneBit(), exchange="gather"))]
 
 
 def test_ranks_meet_where_one_has_waited_in_vain_before() -> None:
@@ -235,7 +226,7 @@ def test_ranks_meet_where_one_has_waited_in_vain_before() -> None:
     finally:
         pool.close()
     assert "every rank must construct CompressState" in alone
-    assert first == second == ["nothing was raised"]
+    assert first == second == ["nothing"]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -296,12 +287,12 @@ def test_foreign_checkpoints_are_refused_and_change_nothing(rank: int) -> None:
     before = digest(residuals_of(good).values())
     mine, shapes = f"rank {rank} of 2", {name: torch.zeros(3, 3) for name in residuals_of(good)}
     found = {
-        "codec": message(lambda: state.load_state_dict({**good, "codec": "TopK(density=0.01)"})),
-        "rank": message(lambda: state.load_state_dict({**good, "residuals": {"rank 7 of 8": residuals_of(good)}})),
-        "format": message(lambda: state.load_state_dict({**good, "format": 99})),
-        "name": message(lambda: state.load_state_dict({**good, "residuals": {mine: {"elsewhere": torch.zeros(1)}}})),
-        "shape": message(lambda: state.load_state_dict({**good, "residuals": {mine: shapes}})),
-        "nothing": message(lambda: state.load_state_dict({})),
+        "codec": told(lambda: state.load_state_dict({**good, "codec": "TopK(density=0.01)"})),
+        "rank": told(lambda: state.load_state_dict({**good, "residuals": {"rank 7 of 8": residuals_of(good)}})),
+        "format": told(lambda: state.load_state_dict({**good, "format": 99})),
+        "name": told(lambda: state.load_state_dict({**good, "residuals": {mine: {"elsewhere": torch.zeros(1)}}})),
+        "shape": told(lambda: state.load_state_dict({**good, "residuals": {mine: shapes}})),
+        "nothing": told(lambda: state.load_state_dict({})),
     }
     found["intact"] = str(digest(residuals_of(state.state_dict()).values()) == before)
     assert "TopK(density=0.01)" in found["codec"]
@@ -418,15 +409,15 @@ def alone(rank: int, case: str) -> tuple[str, float]:
     model = perceptron()
     ddp = ddp_of(model)
     if case == "predicate":
-        text = message(lambda: CompressState(ddp, OneBit(), exclude=lambda name, p: rank > 0 or 1 / 0 > 1))
+        text = told(lambda: CompressState(ddp, OneBit(), exclude=lambda name, p: rank > 0 or 1 / 0 > 1))
     elif case == "group":
         groups = [dist.new_group([0]), dist.new_group([0, 1])]
-        text = message(lambda: CompressState(ddp, OneBit(), process_group=groups[rank]))
+        text = told(lambda: CompressState(ddp, OneBit(), process_group=groups[rank]))
     elif case == "hook":
         state = CompressState(ddp, OneBit(), fallback=None)
         if rank == 0:
             ddp.register_comm_hook(state, compress_hook)
-        text = message(lambda: train(rank, ddp, range(1)))
+        text = told(lambda: train(rank, ddp, range(1)))
     else:
         ddp, state = wrap(model, OneBit())
         train(rank, ddp, range(2))
@@ -436,13 +427,13 @@ def alone(rank: int, case: str) -> tuple[str, float]:
             saved = state.state_dict()
             if rank == 0 or "seed" in case:
                 state.load_state_dict({**saved, "seed": rank})
-            text = message(lambda: train(rank, ddp, range(2, 3)))
+            text = told(lambda: train(rank, ddp, range(2, 3)))
         elif case == "step" and rank:
-            text = message(lambda: train(rank, ddp, range(2, 3)))
+            text = told(lambda: train(rank, ddp, range(2, 3)))
         elif case == "absent" and rank:
             text = "absent"
         else:
-            text = message(state.consolidated_state_dict)
+            text = told(state.consolidated_state_dict)
     return text, time.monotonic() - start
 
 

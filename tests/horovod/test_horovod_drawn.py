@@ -169,7 +169,7 @@ def test_what_has_failed_once(ranks: Ranks, case: str) -> None:
     replay(ranks, *FAILED[case])
 
 
-JOINS = [Join((9, 3, 9)), Step(), Join((0, 2, 2))]
+JOINS: list[Event] = [Join((9, 3, 9)), Step(), Join((0, 2, 2))]
 
 
 @pytest.mark.parametrize(

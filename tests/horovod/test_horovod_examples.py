@@ -97,12 +97,3 @@ def test_nothing_but_the_import_is_ours(path: Path) -> None:
     }
     ours = {f"Compression.{name}" for name in ("bf16", "topk", "onebit", "qsgd", "terngrad", "ternary")}
     assert used <= horovods | (ours if path.stem == "synthetic_benchmark" else set())
-
-
-def test_there_are_four() -> None:
-    assert [path.stem for path in SCRIPTS] == [
-        "elastic",
-        "image_classification",
-        "language_model",
-        "synthetic_benchmark",
-    ]

@@ -354,9 +354,6 @@ def test_a_process_set_with_an_operation_under_way_stays(rank: int) -> None:
 # -- join --------------------------------------------------------------------------------------------------------------
 
 
-# -- autograd ----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2, 4)
 def test_join_with_uneven_batches(rank: int) -> None:
     """A mean is over all ranks, those that have joined too."""
@@ -374,6 +371,9 @@ def test_join_with_uneven_batches(rank: int) -> None:
     if rank == 0:
         time.sleep(0.3)
     assert hvd.join() == 0
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, 4, within=20.0)

@@ -7,7 +7,6 @@ import copy
 import itertools
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -634,23 +633,17 @@ def collectives(rank: int) -> tuple[int, int, list[bool]]:
     optimizer.step()
     mine = optimizer.state_dict()["gradwire"]["residuals"]
     means = {name: hvd.allreduce(residual, name=f"mean.{name}") for name, residual in mine.items()}
-    counts = Counter[str]()
-
-    def counting(name: str, plain: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            counts[name] += 1
-            plain(*arguments)
-
-        return call
-
-    broadcast, all_reduce = counting("broadcast", Channel.broadcast), counting("all_reduce", Channel.all_reduce)
-    with patch.object(Channel, "broadcast", broadcast), patch.object(Channel, "all_reduce", all_reduce):
+    broadcast, all_reduce = (
+        patch.object(Channel, name, autospec=True, side_effect=getattr(Channel, name))
+        for name in ("broadcast", "all_reduce")
+    )
+    with broadcast as broadcasts, all_reduce as sums:
         hvd.broadcast_parameters(tensors, root_rank=1)
         saved = optimizer.consolidated_state_dict()["gradwire"]["residuals"]
         hvd.barrier()
     right = [torch.equal(tensor, there) for tensor, there in zip(tensors, wanted, strict=True)]
     right += [torch.allclose(saved[name], mean, atol=1e-5) for name, mean in means.items()]
-    return counts["broadcast"], counts["all_reduce"], right
+    return broadcasts.call_count, sums.call_count, right
 
 
 def test_many_parameters_take_few_collectives(ranks: Ranks) -> None:
@@ -695,6 +688,7 @@ def test_broadcasts_of_models_and_objects(rank: int) -> None:
 def test_what_cannot_be_broadcast_is_refused(rank: int) -> None:
     hvd.init()
     module: Any = nn.Linear(2, 2)
+    wrong: Any
     assert "float" in raised(ValueError, lambda: hvd.broadcast_parameters(1.0, 0))
     for wrong in (module, nn.Sequential(module)):
         for broadcast in (hvd.broadcast_parameters, hvd.broadcast_optimizer_state):

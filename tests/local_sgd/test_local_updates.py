@@ -216,7 +216,7 @@ def outer_steps(updates: LocalUpdates, pieces: bool) -> Iterator[None]:
         assert shared.piecewise
         shared.piecewise = pieces
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outer, "IN_CACHE", 100)
+        patch.setattr(outer, "IN_CACHE", 300)
         yield
 
 
@@ -251,16 +251,16 @@ def diloco(rank: int, options: dict[str, Any], nesterov: bool, pieces: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "nesterov"),
+    ("options", "nesterov", "pieces"),
     [
-        ({"outer_lr": 0.7, "outer_momentum": 0.9}, True),
-        ({"outer_lr": 0.7, "outer_momentum": 0.9, "outer_device": "cpu", "bucket_cap_mb": 0.002}, False),
-        ({"outer_lr": 0.5, "sync_until": 4}, True),
-        ({}, True),
+        ({"outer_lr": 0.7, "outer_momentum": 0.9}, True, True),
+        ({"outer_lr": 0.7, "outer_momentum": 0.9}, True, False),
+        ({"outer_lr": 0.7, "outer_momentum": 0.9, "outer_device": "cpu", "bucket_cap_mb": 0.002}, False, True),
+        ({"outer_lr": 0.5, "sync_until": 4}, True, False),
+        ({}, True, True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("pieces", [True, False])
 def test_diloco_is_torch_sgd_on_the_global_parameters_bit_for_bit(
     ranks: Ranks, options: dict[str, Any], nesterov: bool, pieces: bool
 ) -> None:
@@ -347,17 +347,16 @@ def streaming(rank: int, fragments: int, delay: int, mixing: float, keep_local: 
 
 
 @pytest.mark.parametrize(
-    ("fragments", "delay", "mixing", "keep_local"),
+    ("fragments", "delay", "mixing", "keep_local", "pieces"),
     [
-        (3, 0, 0.0, False),
-        (3, 1, 0.0, False),
-        (2, 2, 0.25, False),
-        (1, 4, 0.5, False),
-        (2, 2, 0.0, True),
-        (1, 5, 0.0, True),
+        (3, 0, 0.0, False, True),
+        (3, 1, 0.0, False, False),
+        (2, 2, 0.25, False, True),
+        (1, 4, 0.5, False, False),
+        (2, 2, 0.0, True, True),
+        (1, 5, 0.0, True, False),
     ],
 )
-@pytest.mark.parametrize("pieces", [True, False])
 def test_streaming_diloco(
     ranks: Ranks, fragments: int, delay: int, mixing: float, keep_local: bool, pieces: bool
 ) -> None:
@@ -787,6 +786,8 @@ def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: expected a number of MiB above 0"),
         ({"outer": 0.7}, "outer=0.7: expected OuterSGD("),
         ({"outer_momentum": 0.5, "error_feedback": Lead()}, "OuterSGD(momentum=0.5): error_feedback=Lead("),
+        ({"outer_momentum": 0.9, "error_feedback": Momentum()}, "OuterSGD(momentum=0.9"),
+        ({"outer_momentum": 0.9, "error_feedback": Tracking()}, "OuterSGD(momentum=0.9"),
         ({"rounds": 2}, "rounds=2: expected Rounds("),
         ({"exchange": "hierarchical"}, "exchange='hierarchical': expected one of 'auto'"),
         ({"codec": OneBit(), "exchange": "union"}, "needs a sparse codec"),

@@ -120,7 +120,8 @@ class Machine:
         if self.state is not None:
             counted = self.state.statistics()
             self.statistics[self.at] = {
-                key: getattr(counted, key) for key in ("steps", "elements", "nonfinite_steps", "decisions")
+                **{key: getattr(counted, key) for key in ("steps", "elements", "nonfinite_steps")},
+                "decisions": sorted(counted.decisions.items()),
             }
             self._close()
 

@@ -4,6 +4,7 @@ now or later."""
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from rounded import counted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from training import digest
+from training import digest, told
 
 Ranks = Callable[[int], Pool]
 
@@ -344,13 +345,10 @@ def wrong(setup: Sharded, results: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"rank {rank}: gradients are not those of HSDP"
 
 
-def told(function: Callable[[], Any]) -> str:
-    """What it raises, if it does."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+def says(pattern: str, function: Callable[[], Any]) -> None:
+    """It raises this."""
+    text = told(function)
+    assert re.search(pattern, text, re.DOTALL), (pattern, text)
 
 
 def verdict(ranks: Ranks, setup: Sharded, events: Sequence[str]) -> list[str]:

@@ -244,6 +244,15 @@ def mean_over_ranks(x: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
+def told(function: Callable[[], Any]) -> str:
+    """What it raises, if it does."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def digest(tensors: Iterable[Tensor | None]) -> str:
     """Equal for tensors that are equal bit for bit."""
     found = hashlib.sha256()
