@@ -10,7 +10,8 @@ import torch
 
 from .drift import Drift
 from .planner import Choice, Plan, Planner
-from .trial import FALLBACK, HALF, Trial
+from .timer import StepTimer
+from .trial import FALLBACK, HALF, WIN_RATIO, WIN_RATIO_ON_GPU, Trial
 
 
 class Controller:
@@ -18,12 +19,14 @@ class Controller:
 
     Args:
         planner: of these ranks.
-        timed: the host can time steps.
-        averaged: a collective: the ranks' mean of each number.
+        timed: steps can be timed.
+        averaged: a collective among hosts: the ranks' mean of each number.
     """
 
     def __init__(self, planner: Planner, timed: bool, averaged: Callable[[list[float]], list[float]]) -> None:
         self._planner, self._timed, self._averaged = planner, timed, averaged
+        self._timer = StepTimer[tuple[Trial, int]](planner.device)
+        self._win_ratio = WIN_RATIO_ON_GPU if planner.device.type == "cuda" else WIN_RATIO
         self._asked: Choice | None = None  # the step's choice, as the user wants it
         self._current: Choice  # and as a trial of it does
         self._trial: Trial | None = None
@@ -54,7 +57,7 @@ class Controller:
         if choice != self._asked:
             self._asked = self._current = choice
             tried = self._timed and self._planner.needs_trial(choice)
-            self._trial = self._trials.setdefault(_alike(choice), Trial()) if tried else None
+            self._trial = self._trials.setdefault(_alike(choice), Trial(self._win_ratio)) if tried else None
         if self._trial is not None and self._trial.candidate != self._current.candidate:
             self._current = replace(choice, candidate=self._trial.candidate)
         return self._current
@@ -64,22 +67,36 @@ class Controller:
         """Steps from the next one on that may take the dense path without disturbing a trial."""
         return self._trial.dense_steps if self._trial is not None and self.tuning else sys.maxsize
 
-    def took_dense_path(self, steps: int, step_times: Sequence[float]) -> None:
-        """Steps have taken the dense path, at most `dense_steps`.
+    def begin_timing(self) -> None:
+        """The first bucket of a step is ready."""
+        if self._trial is not None:
+            self._timer.begin()
+
+    def end_timing(self, ahead: int = 0) -> None:
+        """The last mean of the step is there.
 
         Args:
-            steps: their number, the same on all ranks.
-            step_times: seconds on this rank, of those that are known.
+            ahead: steps that have taken the dense path before it, and that `took_dense_path` does not know of yet.
         """
-        if self._trial is not None and self.tuning:
-            for step in range(steps):
-                self._trial.end_step(step_times[step] if step < len(step_times) else None, _nobody, self._averaged)
+        if self._trial is None:
+            return
+        self._timer.end((self._trial, self._trial.steps + ahead))
+        for (trial, step), seconds in self._timer.read():
+            if trial.verdict is None:
+                trial.record(step, seconds)
+            elif trial is self._trial and step >= trial.decided:
+                self._drift.observe(seconds)
 
-    def ended(self, seconds: float, served: Callable[[], Sequence[tuple[int, int, Plan]]], changed: bool) -> bool:
+    def took_dense_path(self, steps: int) -> None:
+        """So many steps have taken the dense path, the same number on all ranks, at most `dense_steps`."""
+        if self._trial is not None:
+            for _ in range(steps):
+                self._trial.end_step(_nobody, self._averaged)
+
+    def ended(self, served: Callable[[], Sequence[tuple[int, int, Plan]]], changed: bool) -> bool:
         """A step has ended. A collective at the end of a trial's rounds, and when the network has changed.
 
         Args:
-            seconds: its time on this rank.
             served: returns elements, union and plan of each bucket (`Planner.challengers`).
             changed: a rank has seen the network change; the same on all ranks.
 
@@ -89,16 +106,14 @@ class Controller:
         trial, asked = self._trial, self._asked
         if trial is None or asked is None:
             return False
-        if trial.verdict is None:
-            trial.end_step(seconds, lambda: self._planner.challengers(asked, served()), self._averaged)
-            if trial.verdict is None:
-                return False
-        else:
-            self._drift.observe(seconds)
-            if not changed:
-                return False
+        decided = trial.verdict is not None
+        self.end_timing()
+        trial.end_step(lambda: self._planner.challengers(asked, served()), self._averaged)
+        if trial.verdict is None or (decided and not changed):
+            return False
+        if decided:
             self._planner.recalibrate()
-            self._trial = Trial()
+            self._trial = Trial(self._win_ratio)
             self._trials = {_alike(asked): self._trial}
         self._drift.restart()
         return True

@@ -156,7 +156,11 @@ class Planner:
         return choice.exchange != "auto" or self.topology.all.size == 1 or self._key(choice) in self._speeds
 
     def learn(self, choice: Choice, numel: int) -> None:
-        """Measure the speed of the choice's codecs, for `plan`. A collective."""
+        """Measure the speed of the choice's codecs, for `plan`. A collective.
+
+        Args:
+            numel: elements of all gradients, of which buckets have at most as many.
+        """
         keys = [self._key(choice), *((codec, True) for codec in codecs_of(choice, self.fallback)[1:])]
         for key in keys:
             if key not in self._speeds:
@@ -231,13 +235,13 @@ class Planner:
             if codec is None:
                 plans["dense"] = Plan(choice.codec, "dense", False), all_reduce_estimate(self._flat, numel, size)
                 if choice.codec.lossless and union and not self.inline:
-                    speed = self._speeds[choice.codec.speed_key, False]
+                    speed = self._speeds[choice.codec.speed_key, False].at(numel)
                     blocks = NonZeroBlocks.estimate(self._flat, BucketSpec(choice.codec, speed, numel, size, union))
                     plans[blocks.name] = Plan(choice.codec, blocks.name, False), blocks
                 continue
             asked = codec == choice.codec
             feedback = choice.feedback if asked else True
-            speed = self._speeds[codec.speed_key, feedback]
+            speed = self._speeds[codec.speed_key, feedback].at(numel)
             what = BucketSpec(codec, speed, numel, size, union if asked else 0, feedback)
             for estimate in compressed(what, self._flat, self._nodes, self.inline):
                 name = estimate.name if asked else f"{estimate.name} in bfloat16"

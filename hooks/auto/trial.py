@@ -7,7 +7,8 @@ longer than the planned step are not tried.
 
 A step's time lasts from its first ready bucket to its last mean. The mean over ranks counts, as an early rank's time
 includes its wait for the others. Timed steps of a dense round use the dense path if they can, as later steps would.
-Over NCCL the host does not wait for the network and cannot time steps: the plan decides there.
+On a GPU a time is known some steps later (`StepTimer`), maybe after its round: a candidate without any time gets
+another round.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ ROUNDS, MOST_ROUNDS = 2, 4
 #: they take so many times the best one's.
 SPEEDUP_MARGIN, DROP_RATIO = 1.25, 1.5
 #: The share of the fallback's step time that a candidate must stay below: compression also takes processor time from
-#: the rest of the step, and noise is no reason to compress.
+#: the rest of the step, and noise is no reason to compress. On a GPU a step's time holds all that it takes.
 WIN_RATIO = {COMPRESSED: 0.8, HALF: 0.9, FALLBACK: 1.0}
+WIN_RATIO_ON_GPU = {COMPRESSED: 0.95, HALF: 0.95, FALLBACK: 1.0}
 
 
 def typical(step_times: Sequence[float]) -> float:
@@ -42,18 +44,24 @@ def typical(step_times: Sequence[float]) -> float:
 class Trial:
     """The trial of one choice. It advances once a step, so all ranks are at the same point of it.
 
+    Args:
+        win_ratio: `WIN_RATIO`, or that on a GPU.
+
     Attributes:
         verdict: the candidate that won; None: not known yet.
         step_times: seconds of each candidate that has been timed.
+        steps: number of steps so far; and as it was with the verdict.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, win_ratio: Mapping[str, float] = WIN_RATIO) -> None:
         self.verdict: str | None = None
         self.step_times: dict[str, float] = {}
+        self.steps = self.decided = 0
+        self._win_ratio = win_ratio
         self._candidates = [PLANNED]  # that may still win, in the order of their next rounds
         self._rounds: dict[str, int] = {}
-        self._level = PLANNED  # the other candidate that the plan counts as
-        self._steps = 0
+        self._level: str | None = None  # the other candidate that the plan counts as; None: not known yet
+        self._taken: list[str] = []  # the candidate of each step
         self._mine: dict[str, list[float]] = {}
 
     @property
@@ -66,58 +74,74 @@ class Trial:
         """Seconds of a step by candidate, with the plan as the one that it counts as; empty without a verdict."""
         if self.verdict is None:
             return {}
-        return {self._level if name == PLANNED else name: seconds for name, seconds in self.step_times.items()}
+        return {self._counts_as(name): seconds for name, seconds in self.step_times.items()}
 
     @property
     def dense_steps(self) -> int:
         """Steps from the next one on that may take the dense path: they are timed, and end before ranks agree."""
-        place = (self._steps - SETTLING) % ROUND_STEPS
-        return ROUND_STEPS - 1 - place if self._steps >= SETTLING and place >= UNCOUNTED else 0
+        place = (self.steps - SETTLING) % ROUND_STEPS
+        return ROUND_STEPS - 1 - place if self.steps >= SETTLING and place >= UNCOUNTED else 0
+
+    def record(self, step: int, seconds: float) -> None:
+        """Note the time of a step on this rank.
+
+        Args:
+            step: its number in this trial: a former one, or one of those that take the present candidate.
+            seconds: how long it took.
+        """
+        candidate = self._taken[step] if step < len(self._taken) else self.candidate
+        place = (step - SETTLING) % ROUND_STEPS
+        if step >= SETTLING and UNCOUNTED <= place < ROUND_STEPS - 1:
+            self._mine.setdefault(candidate, []).append(seconds)
 
     def end_step(
         self,
-        seconds: float | None,
         challengers: Callable[[], tuple[str, Mapping[str, float]]],
         averaged: Callable[[list[float]], list[float]],
     ) -> None:
-        """A step has ended.
+        """A step has ended, whose time may have been recorded or not.
 
         Args:
-            seconds: its time on this rank; None: unknown.
             challengers: returns the candidate nearest to the plan, and the others with the seconds in which the network
                 carries their bytes.
             averaged: a collective: the ranks' mean of each number.
         """
-        candidate, place = self.candidate, (self._steps - SETTLING) % ROUND_STEPS
-        self._steps += 1
-        if self._steps <= SETTLING or self.verdict is not None:
+        candidate, place = self.candidate, (self.steps - SETTLING) % ROUND_STEPS
+        self.steps += 1
+        if self.verdict is not None:
             return
-        mine = self._mine.setdefault(candidate, [])
-        if UNCOUNTED <= place < ROUND_STEPS - 1 and seconds is not None:
-            mine.append(seconds)
-        if place < ROUND_STEPS - 1:
+        self._taken.append(candidate)
+        if self.steps <= SETTLING or place < ROUND_STEPS - 1:
             return
-        total, known = averaged([typical(mine), 1.0] if mine else [0.0, 0.0])
-        self.step_times[candidate] = total / known if known else 0.0
-        if not self._rounds:
+        self._rounds[candidate] = self._rounds.get(candidate, 0) + 1
+        mine = [self._mine.get(name) for name in self._rounds]
+        means = averaged([number for times in mine for number in ((typical(times), 1.0) if times else (0.0, 0.0))])
+        for name, total, known in zip(self._rounds, means[::2], means[1::2], strict=True):
+            if known:
+                self.step_times[name] = total / known
+        if self._level is None:
+            if candidate not in self.step_times:
+                return
             self._level, others = challengers()
             longest = SPEEDUP_MARGIN * self.step_times[candidate]
             self._candidates = [candidate, *(other for other, least in others.items() if least <= longest)]
-        self._rounds[candidate] = self._rounds.get(candidate, 0) + 1
         self._candidates.append(self._candidates.pop(0))
         self._judge()
 
+    def _counts_as(self, candidate: str) -> str:
+        return self._level if candidate == PLANNED and self._level is not None else candidate
+
     def _judge(self) -> None:
         """Drop candidates that cannot win any more, and decide if enough is known."""
-        share = {name: WIN_RATIO[self._level if name == PLANNED else name] for name in self._candidates}
+        share = {name: self._win_ratio[self._counts_as(name)] for name in self._candidates}
         known = [candidate for candidate in self._candidates if candidate in self.step_times]
         best = min(known, key=lambda candidate: self.step_times[candidate] / share[candidate])
         hopeless = {candidate for candidate in known if self.step_times[candidate] > DROP_RATIO * self.step_times[best]}
         self._candidates = [candidate for candidate in self._candidates if candidate not in hopeless]
-        rounds = min(self._rounds.get(candidate, 0) for candidate in self._candidates)
+        rounds = min(self._rounds.get(name, 0) if name in self.step_times else 0 for name in self._candidates)
         enough = ROUNDS if share[best] == max(share[candidate] for candidate in self._candidates) else MOST_ROUNDS
         if self._candidates == [best] or rounds >= enough:
-            self.verdict = best
+            self.verdict, self.decided = best, self.steps
 
     def __str__(self) -> str:
         """A summary for people; empty without a verdict."""

@@ -6,13 +6,13 @@ does not change is therefore done once for a run of such steps.
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..auto.controller import Controller
 from ..comm.between_steps import Reentered
 from ..comm.group import Group
 from ..timeouts import RAISED_TIMEOUT
@@ -44,33 +44,38 @@ class DensePath:
         futures_observed: anybody but DDP gets the futures, or none may keep its buffer. DDP reads them after the end of
             the pass, when the means are there, so that one completed future serves in every step.
         statistics: the counts to add to.
+        controller: has the time of each step, from its first bucket to all its means.
 
     Attributes:
         under_way: sums in flight, bucket by bucket.
         number: of the step that the sums under way belong to.
         backward: the pass that waits for the sums at its end, and for their writes if it raises; None: no pass runs.
         steps: number of steps so far, alike on all ranks.
-        spans: seconds from a pass's first bucket to all its means, on this rank.
     """
 
     def __init__(
-        self, group: Group, device: torch.device, until: int, futures_observed: bool, statistics: Statistics
+        self,
+        group: Group,
+        device: torch.device,
+        until: int,
+        futures_observed: bool,
+        statistics: Statistics,
+        controller: Controller,
     ) -> None:
-        self.until = until
+        self.until, self._controller = until, controller
         self._start, self._share = group.means(device)
         self._ranks, self._fresh, self._statistics = group.size, futures_observed or device.type != "cpu", statistics
         self.under_way: list[Sum] = []
         self._last: list[Sum] = []
         self.number, self.backward = 0, None  # type: int, int | None
-        self.steps, self.spans = 0, list[float]()
-        self._began = 0.0
+        self.steps = self._timed = 0
 
     def reduce(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """A future of the mean, complete after `end` or after `wait`: no backend thread calls into Python."""
         under_way, last, share = self.under_way, self._last, self._share
         place = len(under_way)
         if not place:
-            self._began = time.perf_counter()
+            self._controller.begin_timing()
         if place < len(last) and last[place].buffer is buffer:
             future = last[place]
         else:
@@ -96,8 +101,9 @@ class DensePath:
                 self.under_way = []
             raise
         self.under_way = []  # not before: if a signal handler raises, a second call waits for the rest
-        if under_way:
-            self.spans.append(time.perf_counter() - self._began)
+        if self.steps > self._timed:
+            self._timed = self.steps
+            self._controller.end_timing(self.steps - 1)
         statistics, ranks = self._statistics, self._ranks
         statistics.elements += numel
         statistics.dense_bytes += 4 * numel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,7 +118,6 @@ class Step:
     learn: Callable[[], None] | None = None
     #: True if its owner has got all of its means, or never will.
     settled: bool = False
-    began: float = 0.0
     _undone: bool = False
 
     def let_go(self) -> None:
@@ -166,7 +164,8 @@ class Reducer:
     ) -> None:
         self.session, self.seed, self._numel = session, seed, numel
         self._feedback, self._scaler_sync, self._statistics = feedback, scaler_sync, statistics
-        self.controller = Controller(session.planner, session.pipeline.threaded, session.averaged)
+        timed = session.pipeline.threaded or session.planner.device.type == "cuda"
+        self.controller = Controller(session.planner, timed, session.averaged)
         self._skips = scaler_sync.skips
         self._speaks = speaks and session.group.rank == 0
         #: True if a plan has been made in this step.
@@ -215,7 +214,7 @@ class Reducer:
         until = min(
             until, number - number % DENSE_CHECK_INTERVAL + DENSE_CHECK_INTERVAL, number + self.controller.dense_steps
         )
-        self._dense_path = DensePath(group, device, until, futures_observed, self._statistics)
+        self._dense_path = DensePath(group, device, until, futures_observed, self._statistics, self.controller)
         return self._dense_path
 
     def raised(self, number: int, sums: int) -> None:
@@ -233,8 +232,9 @@ class Reducer:
         self._await_last(number)
         self._all_dense = None
         history = self.session.history() if alike is None else {**self.session.history(), **alike}
-        self._last = Step(number, self.controller.follow(choice), history, began=time.perf_counter())
+        self._last = Step(number, self.controller.follow(choice), history)
         self.session.begin()
+        self.controller.begin_timing()
         return self._last
 
     def _await_last(self, number: int) -> None:
@@ -244,7 +244,7 @@ class Reducer:
         dense_path, self._dense_path = self._dense_path, None
         if dense_path is not None:
             self._left_early = number != dense_path.until
-            self.controller.took_dense_path(dense_path.steps, dense_path.spans)
+            self.controller.took_dense_path(dense_path.steps)
 
     def announce_step(
         self, step: Step, bucket: Bucket | SparseGradient, saves: int = 0, scaling: Scaling | None = None
@@ -354,7 +354,7 @@ class Reducer:
                 self.session.compare(step.choice, step.history)
             if not self.session.planner.knows(step.choice):
                 # Measuring is a collective, and all ranks are known to use this codec now.
-                self.session.planner.learn(step.choice, max(1, min(bucket.numel, self._numel)))
+                self.session.planner.learn(step.choice, max(1, self._numel))
         except Exception as error:
             if left_early and not isinstance(error, ValueError) and self.session.dense_group is not None:
                 self.session.dense_group.abort()  # or they would wait there for this rank
@@ -463,8 +463,7 @@ class Reducer:
                 self._decided = False
                 if self._speaks:
                     self._report(step, buckets)
-            span, served = time.perf_counter() - step.began, partial(self._served, step)
-            if self.controller.ended(span, served, self.session.drifted):
+            if self.controller.ended(partial(self._served, step), self.session.drifted):
                 for bucket in buckets:
                     bucket.choice = None
             dense = (

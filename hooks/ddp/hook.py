@@ -388,8 +388,9 @@ class CompressState(BackwardFront):
             step = self._reducer.unsettled
         if step is not None and not step.own and self._discarded.pending:  # of `DDP.join`, before this pass
             step = None
-        if self._dense_path is not None and self._dense_path.under_way:
-            number = self._dense_path.number
+        dense_path = self._dense_path
+        if dense_path is not None and (dense_path.under_way or dense_path.backward == current_pass()):
+            number = dense_path.number
         elif step is not None:
             number = step.number
         vectors, checkpoint = self._discarded.without(step), self._checkpoint

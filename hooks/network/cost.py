@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -143,11 +143,21 @@ class Decision:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """Seconds an element: to encode, to decode one rank's wire, and to write the mean of all ranks."""
+    """Seconds an element: to encode, to decode one rank's wire, and to write the mean of all ranks.
+
+    Attributes:
+        launch: seconds that each of the three takes besides, whatever the number of elements.
+    """
 
     encode: float
     decode: float
     mean: float = 0.0
+    launch: tuple[float, float, float] = field(default=(0.0, 0.0, 0.0), kw_only=True)
+
+    def at(self, numel: int) -> CodecSpeed:
+        """Seconds an element of a bucket of `numel`, with its share of the launches."""
+        rates = zip((self.encode, self.decode, self.mean), self.launch, strict=True)
+        return CodecSpeed(*(rate + launch / numel for rate, launch in rates))
 
 
 @dataclass(frozen=True)

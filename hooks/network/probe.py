@@ -31,8 +31,12 @@ PROBE_LATENCIES = 4
 SHORT, SHORTS, PAUSE = 64, 9, 1e-3
 #: Entries that the probe packs, and elements for each of them.
 PROBE_ENTRIES, PROBE_SPACING = 1 << 15, 64
-#: Elements that a codec's probe compresses.
-PROBE_ELEMENTS = 1 << 19
+#: Elements that a codec's probe compresses. On a GPU two numbers, which tell its launches and its rate apart, as far as
+#: a share of the free memory holds them.
+PROBE_ELEMENTS, GPU_ELEMENTS = 1 << 19, (1 << 14, 1 << 25)
+MEMORY_SHARE, ELEMENT_BYTES = 1 / 16, 16
+#: Launches that are timed as one on a GPU: a single one is shorter than its launch takes the host.
+LAUNCHES = 8
 #: Wires decoded at once, to find the cost of each.
 MANY = 3
 
@@ -204,14 +208,26 @@ def work(group: Group, device: torch.device) -> Work:
     return Work(packing / n, unpacking / n, merging / n, writing / n, sweeping / numel, filling / numel)
 
 
-def codec_speed(
-    codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device, most: int = PROBE_ELEMENTS
-) -> CodecSpeed:
-    """The speed of a codec on gradients of `numel` elements, at most `most`, with all ranks at work. A collective."""
-    n = max(1, min(numel, most))
+def codec_speed(codec: Codec, feedback: bool, numel: int, group: Group, device: torch.device) -> CodecSpeed:
+    """The speed of a codec on gradients of at most `numel` elements, with all ranks at work. A collective."""
+    if device.type != "cuda":
+        n = min(numel, PROBE_ELEMENTS)
+        return CodecSpeed(*(seconds / n for seconds in _codec_seconds(codec, feedback, n, group, device)))
+    free, _ = torch.cuda.mem_get_info(device)
+    (least,) = agreed(group, device, [-float(free)])
+    n = max(1, min(numel, GPU_ELEMENTS[1], int(-least * MEMORY_SHARE / ELEMENT_BYTES)))
+    few = min(n, GPU_ELEMENTS[0])
+    short, long = (_codec_seconds(codec, feedback, size, group, device) for size in (few, n))
+    rates = [max(b - a, 0.0) / (n - few) if n > few else b / n for a, b in zip(short, long, strict=True)]
+    launches = [max(0.0, seconds - rate * few) for seconds, rate in zip(short, rates, strict=True)]
+    return CodecSpeed(*rates, launch=(launches[0], launches[1], launches[2]))
+
+
+def _codec_seconds(codec: Codec, feedback: bool, n: int, group: Group, device: torch.device) -> list[float]:
+    """Seconds for `n` elements to encode, to decode one rank's wire, and to write the mean. A collective."""
     workspace = codec.workspace(n, device)
-    generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(n, dtype=torch.float32, generator=generator, device="cpu").to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    grad = torch.randn(n, dtype=torch.float32, generator=generator, device=device)
     residual, out = torch.zeros_like(grad), torch.empty_like(grad)
     wire = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8, device=device)
     one = [part[None] for part in wire.split(codec.part_bytes(n))]
@@ -233,10 +249,10 @@ def codec_speed(
     ):
         run(0)
         agreed(group, device, [0.0])
-        seconds.append(_median([timed(run, 0, device) for _ in range(3)]))
+        seconds.append(_median([_launched(run, device) for _ in range(3)]))
     encoding, single, many = agreed(group, device, seconds)
     each = min(max(many - single, 0.0) / (MANY - 1), single)
-    return CodecSpeed(encoding / n, each / n, (single - each) / n)
+    return [encoding, each, single - each]
 
 
 def timed(run: Callable[[int], object], size: int, device: torch.device, pause: float = 0.0) -> float:
@@ -248,6 +264,19 @@ def timed(run: Callable[[int], object], size: int, device: torch.device, pause: 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - begin
+
+
+def _launched(run: Callable[[int], object], device: torch.device) -> float:
+    """Seconds of a run; on a GPU those of the GPU alone, without what the host takes to launch it."""
+    if device.type != "cuda":
+        return timed(run, 0, device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(LAUNCHES):
+        run(0)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / LAUNCHES
 
 
 def _started(port: Port, device: torch.device, pause: float = 0.0) -> float:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from gradwire import Codec, CompressState, OneBit, TopK, compress_hook
-from gradwire.hooks.auto import drift, trial
+from gradwire.hooks.auto import drift, timer, trial
 from gradwire.hooks.auto.controller import Controller
 from gradwire.hooks.auto.drift import WINDOW, Drift
 from gradwire.hooks.auto.planner import HALF_PRECISION, Choice, Planner
@@ -30,7 +30,6 @@ from gradwire.hooks.auto.trial import (
     Trial,
     typical,
 )
-from gradwire.hooks.core import dense_path, reducer
 from gradwire.hooks.core.dense_path import DensePath
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.exchanges import Dense, Gather
@@ -61,7 +60,7 @@ class Clock:
 
     @contextmanager
     def times_steps(self) -> Iterator[None]:
-        with patch.object(reducer, "time", self), patch.object(dense_path, "time", self):
+        with patch.object(timer, "time", self):
             yield
 
 
@@ -70,12 +69,22 @@ def against(other: str, least: float) -> tuple[str, dict[str, float]]:
     return FALLBACK if other == COMPRESSED else COMPRESSED, {other: least}
 
 
+def end_step(
+    trial: Trial,
+    seconds: float,
+    challengers: Callable[[], tuple[str, dict[str, float]]] = lambda: against(FALLBACK, 0.0),
+) -> None:
+    """End a step of a lone rank, which took so long."""
+    trial.record(trial.steps, seconds)
+    trial.end_step(challengers, lambda numbers: numbers)
+
+
 def take(trial: Trial, spans: dict[str, float], least: float, other: str = FALLBACK) -> list[str]:
     """Steps that take `spans` each, until there is a verdict; the ways they went."""
     ways = []
     while trial.verdict is None:
         ways.append(trial.candidate)
-        trial.end_step(spans[trial.candidate], lambda: against(other, least), lambda numbers: numbers)
+        end_step(trial, spans[trial.candidate], lambda: against(other, least))
         assert len(ways) <= MOST
     return ways
 
@@ -85,7 +94,7 @@ def test_both_ways_get_turns_and_the_faster_wins() -> None:
     ways = take(trial, {PLANNED: 1.0, FALLBACK: 0.9}, least=0.5)
     assert ways == [PLANNED] * SETTLING + ([PLANNED] * ROUND_STEPS + [FALLBACK] * ROUND_STEPS) * ROUNDS
     assert trial.verdict == trial.candidate == FALLBACK
-    trial.end_step(9.9, lambda: against(FALLBACK, 0.0), lambda numbers: numbers)
+    end_step(trial, 9.9)
     assert trial.verdict == FALLBACK
     assert "planned 1e+03 ms, fallback 900 ms" in str(trial)
 
@@ -103,7 +112,7 @@ def test_luck_in_the_first_turns_is_not_enough() -> None:
     while trial.verdict is None:
         lucky = step < SETTLING + 2 * ROUNDS * ROUND_STEPS
         span = 1.0 if trial.candidate == FALLBACK else 0.7 if lucky else 1.1
-        trial.end_step(span, lambda: against(FALLBACK, 0.5), lambda numbers: numbers)
+        end_step(trial, span, lambda: against(FALLBACK, 0.5))
         step += 1
     assert trial.verdict == FALLBACK
 
@@ -134,7 +143,7 @@ def test_steps_at_the_begin_of_a_turn_do_not_count(spans: list[float], least: fl
         trial = Trial()
         for step, span in enumerate(spans):
             counts = step >= SETTLING and UNCOUNTED <= (step - SETTLING) % ROUND_STEPS < ROUND_STEPS - 1
-            trial.end_step(span if counts else first, lambda: against(FALLBACK, least), lambda numbers: numbers)
+            end_step(trial, span if counts else first, lambda: against(FALLBACK, least))
         return trial.verdict
 
     assert verdict(1e-9) == verdict(1e9) is not None
@@ -162,7 +171,7 @@ def test_the_best_of_three_ways_wins(
     while trial.verdict is None:
         candidate = level if trial.candidate == PLANNED else trial.candidate
         ways.append(candidate)
-        trial.end_step(spans[candidate], lambda: (level, dict.fromkeys(others, 0.0)), lambda numbers: numbers)
+        end_step(trial, spans[candidate], lambda: (level, dict.fromkeys(others, 0.0)))
     assert (level if trial.verdict == PLANNED else trial.verdict) == verdict
     if turns is not None:
         assert len(ways) == SETTLING + 3 * turns * ROUND_STEPS
@@ -323,13 +332,21 @@ def test_a_network_that_has_changed_is_tried_again(ranks: Ranks, slow_on: int) -
     ids=["a little in every step", "to and fro"],
 )
 def test_a_codec_may_change_faster_than_a_trial_lasts(codec: Callable[[int], Codec]) -> None:
-    challengers = SimpleNamespace(needs_trial=lambda choice: True, challengers=lambda *_: (COMPRESSED, {FALLBACK: 0.0}))
+    challengers = SimpleNamespace(
+        device=torch.device("cpu"),
+        needs_trial=lambda choice: True,
+        challengers=lambda *_: (COMPRESSED, {FALLBACK: 0.0}),
+    )
     controller, ways = Controller(cast(Planner, challengers), True, lambda numbers: numbers), []
+    clock = Clock()
     for step in range(2 * MOST + 10):
         choice = controller.follow(Choice(codec(step), "auto", True))
         assert choice.codec == codec(step)
         ways.append(choice.candidate)
-        controller.ended(0.1 if choice.candidate == FALLBACK else 1.0, list, False)
+        with clock.times_steps():
+            controller.begin_timing()
+            clock.late(0.0 if choice.candidate == FALLBACK else 9.0)
+            controller.ended(list, False)
     assert set(ways) == {PLANNED, FALLBACK}
     assert set(ways[-10:]) == {FALLBACK}
     assert not controller.tuning

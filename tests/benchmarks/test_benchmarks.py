@@ -47,9 +47,12 @@ def test_help_fits_a_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         cli.main([*command.split(), "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 10
-    assert max(map(len, lines)) <= 80
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) > 10
+    assert max(map(len, said.splitlines())) <= 80
+    if command in ("step", "exchange", "hsdp", "paired", "train", "learn"):  # it says what each arm is
+        assert "--arms ARM [ARM ...]" in said
+        assert re.search(r"\narms:\n(  [\w.-]+ +\S.+\n( {6,}\S.+\n)*)+$", said)
 
 
 @pytest.fixture
@@ -165,12 +168,6 @@ def test_gradients_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(inputs.gradient("captured", long - 5), found[0][1 : 1 + long - 5])
 
 
-@pytest.mark.parametrize("wrong", ["--numel 0", "--seeds 1", "--threads 1 0"])
-def test_codecs_refuse_what_cannot_be_measured(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["codecs", *wrong.split()]) == 2
-    assert wrong.split()[0] in capsys.readouterr().err
-
-
 def test_ratios_are_of_medians() -> None:
     result = speed.ratios({"add": [2.0, 1.0, 9.0], "encode": [3.0, 3.0, 100.0]}, 6_000_000_000)
     assert result["median_s"] == {"add": 2.0, "encode": 3.0}
@@ -243,14 +240,6 @@ def test_arms_name_their_exchange_and_their_buckets(measured: Measured) -> None:
     assert sent["topk-gather"] == 4 * TopK(density=0.01).wire_bytes(4160)
 
 
-def test_arms_are_told_apart_and_take_a_density() -> None:
-    assert len({arm.title for arm in ARMS.values()}) == len(ARMS)
-    taking = [name for name, arm in ARMS.items() if arm.at(0.5) != arm]
-    assert taking == ["topk", "topk-gather", "topk-split", "topk-mask", "hvd-topk"]
-    assert ARMS["topk"].at(0.5).title == "gradwire, TopK(density=0.5)"
-    assert ARMS["topk8"].title == "gradwire, TopK(density=0.08, values=int8)"
-
-
 def test_powersgd_gets_one_bucket() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -273,42 +262,49 @@ def test_paired_in_miniature(measured: Measured) -> None:
     assert "gradwire, OneBit(block=1024) by dense" in said
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "paired --rounds 0",
-        "paired --models 0",
-        "paired --steps 0",
-        "paired --world 1",
-        "step --rounds 0",
-        "step --warmup -1",
-        "exchange --steps 0",
-        "exchange --numel 7",
-        "hsdp --rounds 0",
-        "profile --steps 0",
-        "allreduce --repeats 0",
-        "allreduce --world 4 1",
-        "train --timed 0",
-        "train --steps 0",
-        "learn runs.jsonl --jobs 0",
-        "codecs --quality-numel 0",
-    ],
-)
-def test_nothing_cannot_be_measured(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    option = line[line.index("--") :].split()[0]
-    assert cli.main(line.split()) == 2
-    assert re.search(rf"{option} \S.*: expected at least \d\n", capsys.readouterr().err)
+#: Commands that can measure nothing, and words of the one line that they say.
+REFUSED = [
+    *(
+        (line, rf"{line[line.index('--') :].split()[0]} \S.*: expected at least \d\n")
+        for line in (
+            "paired --rounds 0", "paired --models 0", "paired --steps 0", "paired --world 1", "step --rounds 0",
+            "step --warmup -1", "exchange --steps 0", "exchange --numel 7", "hsdp --rounds 0", "profile --steps 0",
+            "allreduce --repeats 0", "allreduce --world 4 1", "train --timed 0", "train --steps 0",
+            "learn runs.jsonl --jobs 0", "learn runs.jsonl --world 1", "codecs --quality-numel 0",
+        )
+    ),
+    ("codecs --numel 0", "--numel"),
+    ("codecs --seeds 1", "--seeds"),
+    ("codecs --threads 1 0", "--threads"),
+    ("step --density 2", r"density=2.0: expected a number in \(0.0, 1.0\]"),
+    ("exchange --density 2", r"density=2.0: expected a number in \(0.0, 1.0\]"),
+    ("exchange --numel 3", "at least 8"),
+    ("exchange --rates none --plot exchange.png", "it draws times against the links' rates"),
+    ("allreduce --simulate 5000", "from 2 to 4096"),
+    ("allreduce --simulate 4 --rate none", "needs a --rate"),
+    ("allreduce --density 0", "densities above 0"),
+    ("allreduce --overlap 2", "up to 1"),
+    ("pipeline --world 3 --layers 4", "--layers 4 --chunks 8: expected a multiple of --world 3"),
+    *((f"step --rate={rate}", "such as 100mbit") for rate in ("", "1", "gbit", "-1gbit", "0mbit", "fast")),
+    ("step --delay 25", "expected a number and a unit"),
+    ("allreduce --delay 0ms", "more than 0"),
+    ("profile --delay 5ms --rate none", "no distance"),
+    ("train --delay 5ms --rates none", "no distance"),
+    ("links --delay 5ms --rate none -- true", "no distance"),
+    ("elastic --rate none --replicas 1", "--replicas 1: expected at least 2"),
+    ("elastic --rate none --every 0", "--every 0: expected at least 1"),
+    ("elastic --rate none --step -1", "--step -1: expected more than 0 seconds"),
+    ("elastic --rate none --kill-every 0", "--kill-every 0: expected more than 0 seconds"),
+    ("elastic --rate none --seconds 10 --kill-every 12", "nobody would be killed in --seconds 10"),
+    ("elastic --rate none --delay 25ms", "--delay needs a rate"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["step", "exchange"])
-def test_a_density_is_refused_before_there_are_links(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "--density", "2"]) == 2
-    assert capsys.readouterr().err.startswith("gradwire-bench: density=2.0: expected a number in (0.0, 1.0]")
-
-
-def test_a_picture_over_rates_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["exchange", "--rates", "none", "--numel", "8", "--rounds", "1", "--plot", "exchange.png"]) == 2
-    assert "--plot exchange.png: it draws times against the links' rates" in capsys.readouterr().err
+@pytest.mark.parametrize(("line", "words"), REFUSED)
+def test_what_cannot_be_measured_is_refused(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is started."""
+    assert cli.main([*line.split(), *["--arms", "gradwire"] * line.startswith("elastic")]) == 2
+    assert re.search(words, capsys.readouterr().err)
 
 
 def test_steps_are_compared_within_a_round_with_the_faster_reference() -> None:
@@ -382,20 +378,6 @@ def test_the_tax_is_what_a_step_costs_beyond_the_floor() -> None:
     assert turns.joined(ranks, shaped=False)[0]["sent_bytes"] is None
     alone = shown(step, turns.joined([side(none=[[1.0]], topk=[[1.0]])], shaped=True))
     assert alone["topk"][4:6] == ["", ""], "no opponent, no ratio"
-
-
-def test_far_away_a_step_lasts_as_long_as_on_average() -> None:
-    none = [[1.0, 1.0], [1.0, 1.0]]
-    ranks = [
-        side(none=none, fp16=[[9.0, 11.0], [20.0, 20.0]], onebit=[[1.0, 5.0], [2.0, 4.0]]),
-        side(none=none, fp16=[[11.0, 9.0], [20.0, 20.0]], onebit=[[5.0, 1.0], [4.0, 2.0]]),
-    ]
-    rows = turns.joined(ranks, True, turns.average)
-    assert rows[-1]["times_s"] == [[3.0, 3.0], [3.0, 3.0]]
-    cells = shown(step, rows, distance={})
-    assert cells[""][6:8] == ["step / fp16's", "by round"]
-    assert cells["onebit"][6:8] == ["0.225", "0.150 to 0.300"]
-    assert len(shown(step, rows)["onebit"]) == len(cells["onebit"]) - 2
 
 
 def test_a_turn_is_of_whole_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,11 +482,6 @@ def test_exchanges_are_compared_with_and_without_the_floor(tmp_path: Path) -> No
     assert picture.stat().st_size > 10_000
 
 
-def test_a_gradient_too_short_to_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["exchange", "--numel", "3"]) == 2
-    assert "at least 8" in capsys.readouterr().err
-
-
 # -- profile --------------------------------------------------------------------------------------------------------
 
 
@@ -581,20 +558,6 @@ def test_a_simulation_in_miniature(measured: Measured) -> None:
     assert "SIMULATED" in said
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--simulate 5000", "from 2 to 4096"),
-        ("--simulate 4 --rate none", "needs a --rate"),
-        ("--density 0", "densities above 0"),
-        ("--overlap 2", "up to 1"),
-    ],
-)
-def test_worlds_that_cannot_be(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["allreduce", *line.split()]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_without_extras_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["codecs"]) == 2
@@ -620,13 +583,3 @@ def test_labels_do_not_cover_each_other(name: str, monkeypatch: pytest.MonkeyPat
     assert name == "profiling" or all(len(axes.texts) <= 5 for axes in drawn[0].axes)
     for (one, box), (other, beside) in itertools.combinations(boxes, 2):
         assert not box.overlaps(beside), (one, other)
-
-
-@pytest.mark.parametrize("command", ["step", "exchange", "hsdp", "paired", "train", "learn"])
-def test_the_help_says_what_each_arm_is(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    said = capsys.readouterr().out
-    assert "--arms ARM [ARM ...]" in said
-    assert re.search(r"\narms:\n(  [\w.-]+ +\S.+\n( {6,}\S.+\n)*)+$", said)
-    assert re.search(r"^  onebit +(gradwire, )?OneBit\(block=\d+\)", said, re.MULTILINE)

@@ -15,7 +15,7 @@ from gradwire.benchmarks.elastic import accounting, churn, elastic, with_torchft
 from gradwire.benchmarks.elastic.accounting import Life
 from gradwire.benchmarks.elastic.kills import schedule
 from gradwire.benchmarks.elastic.task import Task
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 STEP, USUAL, CALL = 0.1, 0.07, 0.001
@@ -117,15 +117,6 @@ def test_figures_are_of_what_happened(logs: Told) -> None:
     assert [spread["median"] for spread in restarts if spread] == pytest.approx(logs.restarted)
 
 
-@given(told(), st.floats(0, 1))
-def test_what_comes_after_the_end_does_not_count(logs: Told, share: float) -> None:
-    end = logs.zero + share * (logs.end - logs.zero)
-    early = accounting.summary(logs.lives, logs.zero, end, logs.replicas, STEP)
-    assert early["span_s"] <= end - logs.zero
-    assert early["replica_steps"] <= logs.steps
-    assert 0 <= early["goodput"] < 1
-
-
 @given(told())
 def test_losses_stand_at_the_steps_before_them(logs: Told) -> None:
     losses = {number: 1 / number for number in range(1, logs.rounds + 1, 2)}
@@ -151,12 +142,6 @@ def test_a_restored_state_is_reported_once() -> None:
     assert accounting.summary([life], 1.0, 4.0, 1, 0.1)["replica_steps"] == 5
 
 
-def test_spreads() -> None:
-    assert accounting.spread([]) is None
-    assert accounting.spread([3.0]) == {"median": 3, "p90": 3, "max": 3, "count": 1}
-    assert accounting.spread(list(range(1, 11))) == {"median": 5.5, "p90": 9, "max": 10, "count": 10}
-
-
 @given(st.integers(0, 99), st.floats(0, 1e3), st.floats(1, 1e3), st.integers(2, 9))
 def test_one_dies_in_each_piece_of_time(seed: int, seconds: float, every: float, replicas: int) -> None:
     kills = schedule(seed, seconds, every, replicas)
@@ -166,22 +151,10 @@ def test_one_dies_in_each_piece_of_time(seed: int, seconds: float, every: float,
     assert kills == schedule(seed, 2 * seconds, every, replicas)[: len(kills)]
 
 
-def test_another_seed_has_other_deaths() -> None:
-    drawn = [schedule(seed, 600, 12, 4) for seed in range(3)]
-    assert len({tuple(kills) for kills in drawn}) == 3
-    assert {kill.replica for kill in drawn[0]} == set(range(4))
-
-
 # -- the model ------------------------------------------------------------------------------------------------------
 
 
-@given(st.floats(0, 5), st.floats(1, 100), st.integers(1, 8))
-def test_rare_deaths_cost_nothing_but_rounds(round_: float, training: float, replicas: int) -> None:
-    costs = churn.Costs(round=round_, death=1.0, join=1.0, restart=5.0)
-    found = churn.goodput(costs, replicas, training, 1e3 * training, kills=3)
-    assert found == pytest.approx(training / (training + round_), rel=0.02)
-
-
+@settings(max_examples=20)
 @given(st.integers(2, 8), st.floats(0, 30), st.integers(0, 9))
 def test_a_death_costs_its_own_steps_its_restart_and_the_wait(replicas: int, restart: float, seed: int) -> None:
     training, kill_every = 10.0, 400.0
@@ -197,15 +170,6 @@ def test_costs_cost(name: str, more: float, seed: int) -> None:
     cheap = churn.goodput(churn.Costs(**costs), 4, 3.0, 12.0, seed=seed)
     dear = churn.goodput(churn.Costs(**costs | {name: costs[name] + more}), 4, 3.0, 12.0, seed=seed)
     assert 0 < dear < cheap < 1
-
-
-def test_costs_are_medians_of_all_deaths() -> None:
-    spread = {"median": 1.0, "p90": 9.0, "max": 9.0, "count": 1}
-    figures = {
-        "round_s": spread, "death_between_s": spread, "death_inside_s": {**spread, "median": 4.0, "count": 2},
-        "both_s": None, "join_s": None, "restart_asked_s": {**spread, "median": 3.0},
-    }  # fmt: skip
-    assert churn.costs(figures) == churn.Costs(round=1.0, death=3.0, join=0.0, restart=3.0)
 
 
 # -- the task -------------------------------------------------------------------------------------------------------
@@ -227,27 +191,6 @@ def test_the_task_can_be_learned_and_states_are_whole() -> None:
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("--replicas 1", "--replicas 1: expected at least 2"),
-        ("--every 0", "--every 0: expected at least 1"),
-        ("--seconds 0", "--seconds 0: expected more than 0 seconds"),
-        ("--step -1", "--step -1: expected more than 0 seconds"),
-        ("--kill-every 0", "--kill-every 0: expected more than 0 seconds"),
-        ("--seconds 10 --kill-every 12", "nobody would be killed in --seconds 10"),
-        ("--rate fast", "such as 100mbit"),
-        ("--delay 25ms", "--delay needs a rate"),
-    ],
-)
-def test_nothing_is_started_for_options_without_sense(
-    line: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rate = "" if "--rate" in line else "--rate none "
-    assert cli.main(f"elastic {rate}--arms gradwire {line}".split()) == 2
-    assert complaint in capsys.readouterr().err
 
 
 def test_without_torchft_its_arms_are_refused(

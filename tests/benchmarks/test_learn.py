@@ -197,14 +197,6 @@ def test_what_is_handed_out_with_momentum_trains_without(optimizer: str) -> None
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_another_momentum_is_told() -> None:
-    titles = {name: LEARNED[name].title for name in ("float32", "float32-b5", "float32-late3-b5", "topk1-b5")}
-    assert titles["float32-late3-b5"] == "float32, 3 steps late, momentum 0.5"
-    assert titles["float32"] == "float32"
-    assert titles["float32-b5"] == "float32, momentum 0.5"
-    assert titles["topk1-b5"].endswith("Residual, momentum 0.5")
-
-
 def test_gradients_arrive_as_late_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one until then, and afterwards that of so many steps before."""
     arrived: list[float] = []
@@ -253,11 +245,6 @@ def test_a_best_rate_at_an_end_is_told() -> None:
     assert "end" not in said(float32=inside, topk1=inside).partition("\n")[2]
     assert said(float32=inside, topk1=low).endswith(f"at an end of what was tried here: {LEARNED['topk1'].title}")
     assert said(float32=high, topk1=low).endswith("at an end of what was tried here: all")
-
-
-def test_one_rank_has_nobody_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["learn", str(tmp_path / "runs.jsonl"), "--world", "1"]) == 2
-    assert "--world 1: expected at least 2" in capsys.readouterr().err
 
 
 def test_a_run_that_diverges_is_null_and_shown_as_infinite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,15 +173,6 @@ def test_results_are_files_with_a_row_a_line() -> None:
     ]
 
 
-def test_what_needs_links_is_known() -> None:
-    assert Publication("a", "step --rate 1gbit", plot=False).shaped
-    assert not Publication("a", "step --rate none", plot=False).shaped
-    assert Publication("a", "train").shaped
-    assert not Publication("a", "train --rates none").shaped
-    assert not Publication("a", "allreduce --simulate 16").shaped
-    assert not Publication("a", "codecs").shaped
-
-
 def test_without_links_it_says_so_and_runs_the_rest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -104,11 +104,3 @@ def test_help_needs_no_torch_and_lists_all_commands() -> None:
     assert done.returncode == 0, done.stderr
     assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS)
     assert max(map(len, done.stdout.splitlines())) <= 100
-
-
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_every_command_has_a_module(command: str) -> None:
-    asked = cli.module(command)
-    assert asked.__doc__
-    assert callable(asked.run)
-    assert callable(asked.add_arguments)

@@ -110,16 +110,6 @@ def test_what_ranks_send_arrives() -> None:
         assert ragged == [of for of in range(3) for _ in range(of + 1) if of != rank]
 
 
-def test_an_error_on_one_rank_ends_the_world() -> None:
-    def fail(group: InProcessGroup) -> Stages:
-        if group.rank == 2:
-            raise ValueError("rank 2 has had enough")
-        yield group.all_reduce(torch.zeros(1))
-
-    with pytest.raises(ValueError, match="rank 2 has had enough"):
-        World(4, NETWORK).run(fail)
-
-
 def test_a_rank_that_leaves_early_is_noticed() -> None:
     def leave(group: InProcessGroup) -> Stages:
         if group.rank != 2:

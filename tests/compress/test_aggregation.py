@@ -198,23 +198,3 @@ def test_no_other_exchange_carries_it() -> None:
     assert [name for name in possible(Aggregation(ChunkedTopK())) if name != "dense"] == ["gather"]
     with pytest.raises(TypeError, match="inner='topk': expected a codec"):
         Aggregation("topk")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("mean", ["ranks", "senders"])
-def test_it_does_not_depend_on_the_default_dtype(mean: Any) -> None:
-    codec, x = Aggregation(ChunkedTopK(k=3, chunk=256), mean, "median"), torch.linspace(-1, 1, 600)
-    outs = []
-    for dtype in (torch.float32, torch.float64):
-        torch.set_default_dtype(dtype)
-        try:
-            workspace = codec.workspace(600)
-            wire = torch.zeros(codec.wire_bytes(600), dtype=torch.uint8)
-            codec.encode(x, wire, None, workspace)
-            out = torch.empty(600, dtype=torch.float32)
-            codec.decode_mean([part[None] for part in wire.split(codec.part_bytes(600))], out, workspace)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        outs.append((wire, out))
-    assert torch.equal(outs[0][0], outs[1][0])
-    assert torch.equal(outs[0][1], outs[1][1])
-    assert outs[0][1].any()

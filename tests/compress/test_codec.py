@@ -1,10 +1,12 @@
-"""The contract of `compress.codec`, over every codec and backend; and a test for each mistake that peers have made."""
+"""The contract of `compress.codec`, over every codec; and a test for each mistake that peers have made.
+
+On CPUs alone: `test_backends.py` holds every backend to the same bits.
+"""
 
 from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -29,20 +31,17 @@ from gradwire.compress import (
     TopK,
     new_draw,
 )
-from gradwire.compress.backends import use_backend
 from gradwire.compress.backends.reference import arithmetic
 from gradwire.compress.codec import DTYPES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import (
-    ALL_BACKENDS,
     FINITE,
     LENGTHS,
     VARIANTS,
     Case,
     cases,
     decode,
-    device_of,
     encode,
     gradient,
     parts_of,
@@ -50,21 +49,11 @@ from strategies import (
 )
 from torch import Tensor
 
-# The fixture below is the same for every example.
-quick = settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 every_codec = pytest.mark.parametrize("codec", VARIANTS, ids=str)
-default_codecs = pytest.mark.parametrize("codec", CODECS, ids=str)
 stochastic_codecs = pytest.mark.parametrize(
     "codec", [c for c in VARIANTS if c.stochastic and not c.default_feedback], ids=str
 )
 sliced_codecs = pytest.mark.parametrize("codec", [c for c in VARIANTS if c.block_size], ids=str)
-
-
-@pytest.fixture(params=ALL_BACKENDS)
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where the tensors are; codecs run on the backend of the parameter meanwhile."""
-    with use_backend(request.param):
-        yield device_of(request.param)
 
 
 def feedback(
@@ -73,10 +62,10 @@ def feedback(
     """(decoded, new residual)"""
     residual, wire = (
         residual.clone(),
-        torch.empty(codec.wire_bytes(grad.numel()), dtype=torch.uint8, device=grad.device),
+        torch.empty(codec.wire_bytes(grad.numel()), dtype=torch.uint8),
     )
-    draw = new_draw(0, device=grad.device) if draw is None else draw
-    codec.encode_feedback(grad, residual, wire, draw, codec.workspace(grad.numel(), grad.device))
+    draw = new_draw(0) if draw is None else draw
+    codec.encode_feedback(grad, residual, wire, draw, codec.workspace(grad.numel()))
     return decode(codec, wire, grad.numel()), residual
 
 
@@ -93,31 +82,6 @@ def test_size_is_a_function_of_numel_alone_and_whole_records(codec: Codec) -> No
             assert parts[0].records == -(-numel // codec.block_size)
 
 
-@default_codecs
-def test_more_than_can_be_served_is_refused(codec: Codec) -> None:
-    with pytest.raises(ValueError, match=r"34359738369 elements.* at most 2\^35"):
-        codec.workspace((1 << 35) + 1)
-    with pytest.raises(ValueError, match="0 elements"):
-        codec.workspace(0)
-
-
-def test_bits_per_element_are_really_packed() -> None:
-    """A peer's "1-bit" wire was a byte an element, its "4-bit" one too."""
-    assert OneBit().bits_per_element() == pytest.approx(1.0625)
-    assert QSGD(bits=4).bits_per_element() == pytest.approx(4.0625)
-    assert QSGD(bits=3).bits_per_element() == pytest.approx(3.0625)
-    assert TernGrad().bits_per_element(1280 * 1024) == pytest.approx(1.625)
-    assert Ternary().bits_per_element(1280 * 1024) == pytest.approx(1.625)
-    assert TopK(0.01, indices="plain").bits_per_element() == pytest.approx(0.64, rel=1e-3)
-    assert TopK(0.01).bits_per_element() == pytest.approx(0.4057, rel=1e-3)
-    assert TopK(0.01, values=torch.bfloat16).bits_per_element() == pytest.approx(0.2457, rel=1e-3)
-    assert TopK(0.01, values=torch.int8).bits_per_element() == pytest.approx(0.1669, rel=1e-3)
-    assert ChunkedTopK().bits_per_element() == 8 * (8 + 16 + 48 + 16) / 4096
-    assert ChunkedTopK(values=torch.bfloat16).bits_per_element() == 8 * (16 + 48 + 128) / 4096
-    assert Cast().bits_per_element() == 16
-    assert Identity().bits_per_element() == 32
-
-
 def test_element_counts_are_exact_where_float32_is_not() -> None:
     """n = 67108865 in float32 loses its last element, and one block with it."""
     numel = 67_108_865
@@ -130,48 +94,19 @@ def test_element_counts_are_exact_where_float32_is_not() -> None:
     assert TopK(0.07).k(100) == 7
 
 
-@every_codec
-@pytest.mark.parametrize("numel", [1, 255, 1281, 6401])
-def test_every_byte_is_written_and_encoding_is_deterministic(codec: Codec, numel: int, device: torch.device) -> None:
-    x, draw = gradient("normal", numel, 1).to(device), new_draw(9, 8, 7, device)
-    wires = []
-    for fill in (0, 255):
-        wire = torch.full((codec.wire_bytes(numel),), fill, dtype=torch.uint8, device=device)
-        codec.encode(x, wire, draw, codec.workspace(numel, device))
-        wires.append(wire)
-    assert same(*wires)
-    assert draw.tolist() == [9, 8, 7]
-    assert same(x.cpu(), gradient("normal", numel, 1))
-
-
-def test_padding_is_zero_on_the_wire(device: torch.device) -> None:
-    def tail(codec: Codec, numel: int, used: int) -> Tensor:
-        return encode(codec, torch.full((numel,), -1.0, device=device))[used:]
-
-    assert not tail(OneBit(), 1000, 8 + 125).any()
-    assert not tail(QSGD(bits=4), 300, 4 + 150).any()
-    assert not tail(TernGrad(), 100, 4 + 100).any()
-    assert not tail(Ternary(), 100, 4 + 100).any()
-    assert not tail(Cast(), 3, 6).any()
-    assert not tail(ChunkedTopK(k=6), 3, 8 + 3 * 9).any()  # 9 low bits
-    sparse = torch.zeros(1000, device=device)
-    sparse[7] = 1
-    words = encode(TopK(0.01, indices="plain"), sparse).cpu().view(torch.int32)
-    assert words[:2].tolist() == [1, 7]
-    assert not words[2:11].any()
-    assert not words[12:].any()
-    packed = encode(TopK(0.01, values=torch.int8), sparse).cpu().view(torch.int32)  # 6 low bits; one unit
-    assert packed[:3].tolist() == [1, 7, 0]
-    assert packed[4:].tolist() == [127, 0, 0]
+def test_padding_is_zero_on_the_wire() -> None:
+    used = {OneBit(): 8 + 13, QSGD(bits=4): 4 + 50, TernGrad(): 4 + 100, Ternary(): 4 + 100, Cast(): 200}
+    for codec, count in used.items():
+        assert not encode(codec, torch.full((100,), -1.0))[count:].any(), codec
 
 
 @pytest.mark.parametrize("codec", [c for c in VARIANTS if c.block_size and not c.stochastic], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "not finite"])
-def test_a_slice_of_the_gradient_is_a_slice_of_the_wire(codec: Codec, kind: str, device: torch.device) -> None:
+def test_a_slice_of_the_gradient_is_a_slice_of_the_wire(codec: Codec, kind: str) -> None:
     """With draws too, but those follow the position in what is encoded."""
     assert codec.block_size is not None
     block, numel = codec.block_size, 5 * codec.block_size + 3
-    x = gradient(kind, numel, 2).to(device)
+    x = gradient(kind, numel, 2)
     wire, record = encode(codec, x), codec.wire_bytes(block)
     for first in range(5):
         assert same(encode(codec, x[first * block :]), wire[first * record :])
@@ -179,58 +114,43 @@ def test_a_slice_of_the_gradient_is_a_slice_of_the_wire(codec: Codec, kind: str,
 
 
 @sliced_codecs
-def test_wires_end_to_end_decode_as_one(codec: Codec, device: torch.device) -> None:
+def test_wires_end_to_end_decode_as_one(codec: Codec) -> None:
     assert codec.block_size is not None
     block, tail = codec.block_size, 7
-    x = gradient("normal", 3 * block + tail, 3).to(device)
+    x = gradient("normal", 3 * block + tail, 3)
     pieces = [x[:block], x[block : 3 * block], x[3 * block :]]
-    draws = [new_draw(1, stream=i, device=device) for i in range(3)]
+    draws = [new_draw(1, stream=i) for i in range(3)]
     wires = [encode(codec, piece, draw) for piece, draw in zip(pieces, draws, strict=True)]
     separate = torch.cat([decode(codec, wire, piece.numel()) for wire, piece in zip(wires, pieces, strict=True)])
     assert same(decode(codec, torch.cat(wires), x.numel()), separate)
 
 
-@pytest.mark.parametrize("codec", VARIANTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_is_encoded_as_its_float32(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-    for kind in ("normal", "subnormal", "wide"):
-        x = gradient(kind, 3000, 4, dtype).to(device)
-        assert same(encode(codec, x), encode(codec, x.float()))
-
-
 @every_codec
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mean_is_the_sum_in_rank_order_times_one_over_p(codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
+def test_decoding_adds_alpha_times_and_a_mean_is_the_sum_in_rank_order(codec: Codec) -> None:
     numel, ranks = 2500, 3
-    wires = torch.stack([encode(codec, gradient("normal", numel, r).to(device)) for r in range(ranks)])
-    out = torch.empty(numel, dtype=dtype, device=device)
-    codec.decode_mean(parts_of(codec, wires, numel), out, codec.workspace(numel, device))
-    total = torch.zeros(numel)
-    for wire in wires:
-        total += decode(codec, wire, numel).cpu()
-    assert same(out.cpu(), (total * (torch.tensor(1.0) / ranks)).to(dtype))
-
-
-@every_codec
-def test_decode_add_adds_alpha_times(codec: Codec, device: torch.device) -> None:
-    x, out = gradient("normal", 1500, 1).to(device), torch.ones(1500, device=device)
-    wire = encode(codec, x)
-    codec.decode_add(wire, out, -0.5, codec.workspace(1500, device))
-    assert same(out, 1 - 0.5 * decode(codec, wire, 1500))
+    wires = torch.stack([encode(codec, gradient("normal", numel, rank)) for rank in range(ranks)])
+    decoded = [decode(codec, wire, numel) for wire in wires]
+    workspace, out = codec.workspace(numel), torch.ones(numel)
+    codec.decode_add(wires[0], out, -0.5, workspace)
+    assert same(out, 1 - 0.5 * decoded[0])
+    for dtype in DTYPES:
+        mean = torch.empty(numel, dtype=dtype)
+        codec.decode_mean(parts_of(codec, wires, numel), mean, workspace)
+        assert same(mean, ((decoded[0] + decoded[1] + decoded[2]) * (torch.tensor(1.0) / ranks)).to(dtype))
 
 
 # Laws.
 
 
 @every_codec
-@quick
+@settings(max_examples=20, deadline=None)
 @given(case=cases(FINITE))
-def test_nothing_is_lost(codec: Codec, device: torch.device, case: Case) -> None:
+def test_nothing_is_lost(codec: Codec, case: Case) -> None:
     """decoded + new residual = gradient + old residual."""
-    grad, old = case.gradient().to(device), case.residual().to(device)
+    grad, old = case.gradient(), case.residual()
     if not (grad.isfinite().all() and (grad.float() + old).isfinite().all()):
         return  # a wide gradient in half precision
-    decoded, new = feedback(codec, grad, old, case.draw().to(device))
+    decoded, new = feedback(codec, grad, old, case.draw())
     sent = decoded.isfinite()  # beyond float16's range a value is not
     assert same(new[~sent], old[~sent])
     have, want = (decoded.double() + new)[sent], (grad.double() + old)[sent]
@@ -239,9 +159,9 @@ def test_nothing_is_lost(codec: Codec, device: torch.device, case: Case) -> None
 
 @every_codec
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: float, device: torch.device) -> None:
+def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: float) -> None:
     numel, at = 4000, 2600
-    grad, old = gradient("normal", numel, 1).to(device), gradient("normal", numel, 2).to(device)
+    grad, old = gradient("normal", numel, 1), gradient("normal", numel, 2)
     grad[at] = bad
     decoded, new = feedback(codec, grad, old)
     assert not decoded[at].isfinite()
@@ -269,7 +189,7 @@ def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: f
     # On one rank of three it shows in the mean of all, and is counted.
     clean = encode(codec, old)
     dirty = encode(codec, grad)
-    out, workspace = torch.empty(numel, device=device), codec.workspace(numel, device)
+    out, workspace = torch.empty(numel), codec.workspace(numel)
     codec.decode_mean(parts_of(codec, torch.stack([clean, dirty, clean]), numel), out, workspace)
     assert not out[at].isfinite()
     assert workspace.status.tolist() == [0, 1 + poisoned]
@@ -280,8 +200,8 @@ def test_nonfinite_is_seen_and_the_residual_keeps_its_value(codec: Codec, bad: f
     [OneBit(), QSGD(norm="l2"), QSGD(rounding="nearest"), TernGrad(), Ternary(), TopK(0.5)],
     ids=str,
 )
-def test_sums_that_overflow_are_seen_or_avoided(codec: Codec, device: torch.device) -> None:
-    x = torch.full((2000,), 3.4e38, device=device)
+def test_sums_that_overflow_are_seen_or_avoided(codec: Codec) -> None:
+    x = torch.full((2000,), 3.4e38)
     decoded, new = feedback(codec, x, torch.zeros_like(x))
     assert new.isfinite().all()
     if codec.name in ("onebit", "ternary"):
@@ -291,21 +211,21 @@ def test_sums_that_overflow_are_seen_or_avoided(codec: Codec, device: torch.devi
 
 
 @stochastic_codecs
-def test_unbiased(codec: Codec, device: torch.device) -> None:
-    numel, draws = 1280, 400 if device.type == "cuda" else 200
-    x = gradient("normal", numel, 1).to(device)
-    unclipped, workspace = x, codec.workspace(numel, device)
+def test_unbiased(codec: Codec) -> None:
+    numel, draws = 1280, 200
+    x = gradient("normal", numel, 1)
+    unclipped, workspace = x, codec.workspace(numel)
     if isinstance(codec, TernGrad):
         limit = codec.clip * float(x.double().square().mean().sqrt())
         unclipped = x.clamp(-limit, limit)
     wire, total, squares = encode(codec, x), torch.zeros(numel).double(), torch.zeros(numel).double()
     for step in range(draws):
-        codec.encode(x, wire, new_draw(5, step, 6, device), workspace)
-        decoded = decode(codec, wire, numel).double().cpu()
+        codec.encode(x, wire, new_draw(5, step, 6), workspace)
+        decoded = decode(codec, wire, numel).double()
         total, squares = total + decoded, squares + decoded.square()
     mean = total / draws
     spread = (squares / draws - mean.square()).clamp(min=0).sqrt().max() / math.sqrt(draws)
-    error = mean - unclipped.cpu()
+    error = mean - unclipped
     assert float(error.abs().max()) < 5 * float(spread)
     assert abs(float(error.mean())) < 5 * float(spread) / math.sqrt(numel)
 
@@ -339,44 +259,24 @@ def keeps_bounded(codec: Codec, steps: int = 400, numel: int = 2560) -> bool:
 def test_residuals_stay_bounded(codec: Codec) -> None:
     assert keeps_bounded(codec.with_feedback(), 400 if codec in CODECS else 100)
     assert codec.with_feedback().default_feedback or codec.lossless
-
-
-@pytest.mark.parametrize("codec", [TernGrad(), QSGD(norm="l2"), QSGD(bits=2, norm="l2", rounding="nearest")], ids=str)
-def test_the_checker_finds_residuals_that_grow(codec: Codec) -> None:
-    assert not keeps_bounded(codec)
-
-
-def test_feedback_is_on_for_codes_that_contract_only() -> None:
-    contracting = [
-        "onebit",
-        "ternary",
-        "topk",
-        "threshold",
-        "random_k",
-        "power_sgd",
-        "chunked_topk",
-        "outliers",
-        "cast",
-        "cast",
-    ]
-    assert [codec.name for codec in CODECS if codec.default_feedback] == contracting
-    assert not QSGD().default_feedback
-    assert QSGD(rounding="nearest").default_feedback
+    unbiased = isinstance(codec, QSGD | TernGrad) and codec.rounding == "stochastic"
+    inner_unbiased = isinstance(codec, Outliers) and not codec.inner.default_feedback
+    assert codec.default_feedback != (codec.lossless or unbiased or inner_unbiased)
 
 
 # What each codec means.
 
 
-def test_onebit_levels_are_the_means_of_the_sides(device: torch.device) -> None:
-    x = torch.tensor([-1.0, -3.0, 2.0, 0.0, -0.0, 4.0], device=device)
+def test_onebit_levels_are_the_means_of_the_sides() -> None:
+    x = torch.tensor([-1.0, -3.0, 2.0, 0.0, -0.0, 4.0])
     assert decode(OneBit(), encode(OneBit(), x), 6).tolist() == [-2.0, -2.0, 1.5, 1.5, 1.5, 1.5]
     symmetric = OneBit(scale="symmetric")
     mean = float(np.float32(10) / np.float32(6))
     assert decode(symmetric, encode(symmetric, x), 6).tolist() == [-mean, -mean, mean, mean, mean, mean]
 
 
-def test_terngrad_clips_and_keeps_sign(device: torch.device) -> None:
-    x = torch.ones(1280, device=device)
+def test_terngrad_clips_and_keeps_sign() -> None:
+    x = torch.ones(1280)
     x[5] = -100
     decoded = decode(TernGrad(), encode(TernGrad(), x), 1280)
     scale = 2.5 * float(x.square().mean().sqrt())
@@ -387,84 +287,67 @@ def test_terngrad_clips_and_keeps_sign(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "codec", [TernGrad(), TernGrad(clip=math.inf), QSGD(), QSGD(norm="l2"), OneBit(), TopK()], ids=str
 )
-def test_a_block_of_zeros_decodes_to_zeros(codec: Codec, device: torch.device) -> None:
-    decoded, new = feedback(codec, torch.zeros(3000, device=device), torch.zeros(3000, device=device))
+def test_a_block_of_zeros_decodes_to_zeros(codec: Codec) -> None:
+    decoded, new = feedback(codec, torch.zeros(3000), torch.zeros(3000))
     assert same(decoded, torch.zeros_like(decoded))
     assert not new.any()
 
 
-def test_topk_sends_the_largest_ties_to_the_lower_index(device: torch.device) -> None:
-    x = torch.tensor([1.0, -5.0, 0.0, 5.0, 2.0, -2.0, 5.0, -1.0, 0.0, 2.0], device=device)
-    words = encode(TopK(0.4, indices="plain"), x).cpu().view(torch.int32)
+def test_topk_sends_the_largest_ties_to_the_lower_index() -> None:
+    x = torch.tensor([1.0, -5.0, 0.0, 5.0, 2.0, -2.0, 5.0, -1.0, 0.0, 2.0])
+    words = encode(TopK(0.4, indices="plain"), x).view(torch.int32)
     assert words[:5].tolist() == [4, 1, 3, 4, 6]
     assert words[5:].view(torch.float32).tolist() == [-5, 5, 2, 5]
 
 
-def test_topk_ranks_every_nan_above_infinity_and_alike(device: torch.device) -> None:
-    x = torch.ones(100, device=device)
+def test_topk_ranks_every_nan_above_infinity_and_alike() -> None:
+    x = torch.ones(100)
     x[10] = math.inf
-    payloads = torch.tensor([0x7FC00000, 0x7F800001, -1], dtype=torch.int32, device=device).view(torch.float32)
+    payloads = torch.tensor([0x7FC00000, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     x[[90, 50, 70]] = payloads
-    words = encode(TopK(0.02, indices="plain"), x).cpu().view(torch.int32)
+    words = encode(TopK(0.02, indices="plain"), x).view(torch.int32)
     assert words.tolist() == [2, 50, 70, 0x7FC00000, 0x7FC00000]
 
 
-def test_indices_are_integers_of_32_bits(device: torch.device) -> None:
+def test_indices_are_integers_of_32_bits() -> None:
     """As float32 an index above 2^24 moves to its neighbour: a peer's sparse wire did that."""
     numel = (1 << 24) + 8
-    if device.type == "cpu":
-        x = torch.zeros(numel)
-        x[(1 << 24) + 1], x[(1 << 24) + 3] = 1.0, -2.0
-        codec = TopK(1e-7)
-        with use_backend("cpu"):
-            decoded = decode(codec, encode(codec, x), numel)
-        assert decoded.nonzero()[:, 0].tolist() == [(1 << 24) + 1, (1 << 24) + 3]
+    x = torch.zeros(numel)
+    x[(1 << 24) + 1], x[(1 << 24) + 3] = 1.0, -2.0
+    decoded = decode(TopK(1e-7), encode(TopK(1e-7), x), numel)
+    assert decoded.nonzero()[:, 0].tolist() == [(1 << 24) + 1, (1 << 24) + 3]
 
 
 # Mistakes that peers have made.
 
 
 @stochastic_codecs
-def test_ranks_steps_and_seeds_draw_differently(codec: Codec, device: torch.device) -> None:
+def test_ranks_steps_and_seeds_draw_differently(codec: Codec) -> None:
     """Seeding by the clock gave every rank the same noise, which averaging then cannot remove."""
-    x = gradient("normal", 5000, 1).to(device)
+    x = gradient("normal", 5000, 1)
     draws = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 1 << 32), (1 << 32, 0, 0), (-1, 0, 0)]
-    wires = [encode(codec, x, new_draw(*draw, device=device)) for draw in draws]
-    assert len({bytes(wire.cpu().numpy()) for wire in wires}) == len(draws)
-    assert same(encode(codec, x, new_draw(*draws[3], device=device)), wires[3])
-
-
-@stochastic_codecs
-def test_averaging_ranks_shrinks_the_noise(codec: Codec, device: torch.device) -> None:
-    x, ranks = gradient("normal", 5120, 1).to(device), 16
-    if isinstance(codec, TernGrad):
-        x = x.clamp(-1, 1)
-    wires = [encode(codec, x, new_draw(0, 0, rank, device)) for rank in range(ranks)]
-    errors = torch.stack([decode(codec, wire, 5120) - x for wire in wires])
-    assert float(errors.mean(0).norm()) < 1.5 * float(errors[0].norm()) / math.sqrt(ranks)
+    wires = [encode(codec, x, new_draw(*draw)) for draw in draws]
+    assert len({bytes(wire.numpy()) for wire in wires}) == len(draws)
+    assert same(encode(codec, x, new_draw(*draws[3])), wires[3])
 
 
 @pytest.mark.parametrize(
-    "codec", [OneBit(), OneBit(scale="symmetric"), TernGrad(), Ternary(), QSGD(norm="l2")], ids=str
+    "codec", [OneBit(), OneBit(scale="symmetric"), TernGrad(rounding="nearest"), Ternary(), QSGD(norm="l2")], ids=str
 )
-def test_padding_enters_no_statistic(codec: Codec, device: torch.device) -> None:
+def test_padding_enters_no_statistic(codec: Codec) -> None:
     """The last block of three elements has their scale, not that of three among a thousand zeros."""
     assert codec.block_size is not None
-    x = torch.full((codec.block_size + 3,), 0.25, device=device)
+    x = torch.full((codec.block_size + 3,), 0.25)
     x[-3:] = 7.0
     decoded = decode(codec, encode(codec, x), x.numel())
     alone = decode(codec, encode(codec, x[-3:].contiguous()), 3)
     if not codec.stochastic:
-        assert decoded[-3:].tolist() == [7.0] * 3
-        assert alone.tolist() == [7.0] * 3
-    if codec.name == "terngrad":
-        assert {float(v) for v in alone} <= {0.0, 7.0}
-        assert decode(TernGrad(rounding="nearest"), encode(TernGrad(rounding="nearest"), x), x.numel())[-1] == 7.0
+        assert decoded[-3:].tolist() == alone.tolist() == [7.0] * 3
 
 
 @pytest.mark.parametrize("codec", [QSGD(bits=8, rounding="nearest"), TernGrad(rounding="nearest")], ids=str)
-def test_nearest_rounds_and_does_not_truncate(codec: Codec, device: torch.device) -> None:
-    x = torch.linspace(-1, 1, 1280, device=device)
+def test_nearest_rounds_and_does_not_truncate(codec: Codec) -> None:
+    x = torch.linspace(-1, 1, 1280)
     unit = 1 / 127 if codec.name == "qsgd" else 1
     error = decode(codec, encode(codec, x), 1280) - x
     assert float(error.abs().max()) <= unit / 2 * 1.001
@@ -473,88 +356,60 @@ def test_nearest_rounds_and_does_not_truncate(codec: Codec, device: torch.device
 
 
 @every_codec
-@pytest.mark.parametrize("magnitude", [1e-30, 1e-38, 1e-41, 2.0**-149])
-def test_tiny_gradients_are_not_crushed(codec: Codec, magnitude: float, device: torch.device) -> None:
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-41, 2.0**-149])
+def test_tiny_gradients_are_not_crushed(codec: Codec, magnitude: float) -> None:
     """A peer divided by the scale plus an absolute epsilon."""
     products = isinstance(codec, PowerSGD) or getattr(codec, "values", None) == torch.bfloat16
     if codec.name in ("cast", "threshold") or (magnitude < 2.0**-140 and products):
         return  # its range is that of the format, or of its elements' products, or what it is told
-    x = torch.full((1280,), magnitude, device=device)
+    x = torch.full((1280,), magnitude)
     x[::2] *= -1
     x[::200] *= 8  # so that not all lie below the l2 norm's unit
-    total = torch.zeros(1280, device=device)
+    total = torch.zeros(1280)
     for step in range(20):
-        total += decode(codec, encode(codec, x, new_draw(0, step, device=device)), 1280)
+        total += decode(codec, encode(codec, x, new_draw(0, step)), 1280)
     touched = total != 0
     assert touched.any()
     assert (total.sign() == x.sign())[touched].all()
     assert float(total.abs().max()) <= 20 * 18 * magnitude
 
 
-@every_codec
-@pytest.mark.parametrize("numel", [1, 2, 3, 31, 33, 257, 1025, 1281])
-def test_the_tail_is_read_and_what_lies_behind_it_is_not(codec: Codec, numel: int, device: torch.device) -> None:
-    for dtype in DTYPES:
-        memory = torch.full((numel + 64,), math.nan, dtype=dtype, device=device)
-        memory[:numel] = gradient("normal", numel, 1, dtype)
-        memory[numel - 1] = 9.0
-        x, draw = memory[:numel], new_draw(1, device=device)
-        wire = encode(codec, x, draw)
-        assert same(wire, encode(codec, x.clone(), draw))
-        decoded = decode(codec, wire, numel)
-        assert decoded.isfinite().all()
-        assert float(decoded[-1]) != 0 or codec.name in ("terngrad", "random_k")
-
-
-def test_a_nan_does_not_stop_the_selection(device: torch.device) -> None:
+def test_a_nan_does_not_stop_the_selection() -> None:
     """A sampled threshold that is NaN compares false with everything, and nothing is sent any more."""
     codec = TopK(0.01, indices="plain")
-    workspace = codec.workspace(10_000, device)
-    wire = torch.empty(codec.wire_bytes(10_000), dtype=torch.uint8, device=device)
+    workspace = codec.workspace(10_000)
+    wire = torch.empty(codec.wire_bytes(10_000), dtype=torch.uint8)
     for step in range(4):
-        x = gradient("normal", 10_000, step).to(device)
+        x = gradient("normal", 10_000, step)
         if step == 1:
             x[:] = math.nan
         codec.encode(x, wire, None, workspace)
-        assert wire[:4].cpu().view(torch.int32).item() == 100
+        assert wire[:4].view(torch.int32).item() == 100
 
 
-def test_signs_are_not_inverted_bytes(device: torch.device) -> None:
-    """`~` on a byte of signs makes 0 into 255, and -1 into +254."""
-    x = torch.tensor([3.0, -3.0] * 512, device=device)
-    for codec in (
-        OneBit(),
-        OneBit(scale="symmetric"),
-        QSGD(rounding="nearest"),
-        TernGrad(rounding="nearest"),
-        Ternary(),
-    ):
-        assert torch.allclose(decode(codec, encode(codec, x), 1024), x)
-
-
-def test_a_hostile_count_or_index_is_skipped_and_counted(device: torch.device) -> None:
+def test_a_hostile_count_or_index_is_skipped_and_counted() -> None:
     codec, numel = TopK(0.05, indices="plain"), 100
-    words = torch.zeros(11, dtype=torch.int32, device=device)
+    words = torch.zeros(11, dtype=torch.int32)
     words[0] = 9  # four more than fit
     words[1:6] = torch.tensor([3, 2, -1, 3, 99])
     words[6:] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(torch.int32)
-    out, workspace = torch.zeros(numel, device=device), codec.workspace(numel, device)
+    out, workspace = torch.zeros(numel), codec.workspace(numel)
     codec.decode_add(words.view(torch.uint8), out, 1.0, workspace)
     assert out.nonzero()[:, 0].tolist() == [3, 99]
     assert out[[3, 99]].tolist() == [1.0, 5.0]
     assert workspace.status.tolist() == [4 + 3, 0]
 
 
-def test_codes_outside_their_table_are_counted(device: torch.device) -> None:
-    wire = encode(TernGrad(), torch.ones(1280, device=device))
+def test_codes_outside_their_table_are_counted() -> None:
+    wire = encode(TernGrad(), torch.ones(1280))
     wire[4:7] = torch.tensor([242, 243, 255])
-    workspace = TernGrad().workspace(1280, device)
-    TernGrad().decode_add(wire, torch.zeros(1280, device=device), 1.0, workspace)
+    workspace = TernGrad().workspace(1280)
+    TernGrad().decode_add(wire, torch.zeros(1280), 1.0, workspace)
     assert workspace.status.tolist() == [2, 0]
-    wire = encode(QSGD(bits=4), torch.ones(512, device=device))
+    wire = encode(QSGD(bits=4), torch.ones(512))
     wire[4] = 0x88  # -0, twice
-    workspace = QSGD(bits=4).workspace(512, device)
-    QSGD(bits=4).decode_add(wire, torch.zeros(512, device=device), 1.0, workspace)
+    workspace = QSGD(bits=4).workspace(512)
+    QSGD(bits=4).decode_add(wire, torch.zeros(512), 1.0, workspace)
     assert workspace.status.tolist() == [2, 0]
 
 
@@ -605,6 +460,7 @@ def test_codes_outside_their_table_are_counted(device: torch.device) -> None:
         (lambda: Cast(torch.float32), "dtype=torch.float32"),
         (lambda: TopK().wire_bytes(1 << 31), str(1 << 31)),
         (lambda: OneBit().workspace(0), "0 elements"),
+        (lambda: QSGD().workspace((1 << 35) + 1), "34359738369 elements"),
         (lambda: OneBit().workspace(-5), "-5 elements"),
         (lambda: OneBit().workspace(5, "meta"), "meta"),
     ],
@@ -683,10 +539,10 @@ def test_codecs_are_values() -> None:
 
 
 @pytest.mark.parametrize("golden", saved(), ids=lambda golden: str(golden.codec))
-def test_golden_bytes(golden: Golden, device: torch.device) -> None:
-    wire = torch.frombuffer(bytearray(golden.wire), dtype=torch.uint8).to(device)
-    x = torch.from_numpy(np.load(GRADIENT)).to(device)
-    assert same(encode(golden.codec, x, new_draw(*golden.draw, device=device)), wire)
+def test_golden_bytes(golden: Golden) -> None:
+    wire = torch.frombuffer(bytearray(golden.wire), dtype=torch.uint8)
+    x = torch.from_numpy(np.load(GRADIENT))
+    assert same(encode(golden.codec, x, new_draw(*golden.draw)), wire)
     assert golden.digest(decode(golden.codec, wire, x.numel())) == golden.decoded
 
 

@@ -11,29 +11,22 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from gradwire import CompressState, Residual
-from gradwire.compress import QSGD, Codec, OneBit, Ternary, TopK, new_draw
-from gradwire.compress.backends import Kernels, LowPrecisionVector, _backend
-from gradwire.compress.backends.low_precision import BLOCK, LEAST_STEP, MOST, ScratchPool
-from gradwire.compress.feedback.base import RESIDUAL, Feedback
+from gradwire.compress import CODECS, QSGD, Codec, OneBit, Ternary, TopK, new_draw
+from gradwire.compress.backends import LowPrecisionVector, _backend
+from gradwire.compress.backends.low_precision import BLOCK, LEAST_STEP, MOST
 from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
-from simulated import SimulatedRanks
 from strategies import (
-    ALL_BACKENDS,
     LENGTHS,
-    OTHER_BACKENDS,
     VARIANTS,
     Case,
     cases,
-    device_of,
     gradient,
-    kernels_of,
     same,
 )
-from test_feedback import SHAPES, hold, layout_of
 from torch import Tensor, nn
 from training import residuals_of, train, wrap
 
@@ -44,12 +37,11 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 quick = settings(max_examples=25, deadline=None)
 
 
-def kept_as(dtype: torch.dtype, x: Tensor, backend: str = "reference") -> LowPrecisionVector:
-    device = device_of(backend)
-    found = LowPrecisionVector(_backend(backend).low_precision, x.numel(), dtype, device)
+def kept_as(dtype: torch.dtype, x: Tensor) -> LowPrecisionVector:
+    found = LowPrecisionVector(_backend("cpu").low_precision, x.numel(), dtype, CPU)
     for part in found.parts:
         part.fill_(3)
-    found.write(x.to(device))
+    found.write(x)
     return found
 
 
@@ -64,17 +56,6 @@ def most_rounded(x: Tensor, kept: LowPrecisionVector) -> Tensor:
 
 
 # -- the formats
-
-
-@pytest.mark.parametrize("backend", OTHER_BACKENDS)
-@every_dtype
-@quick
-@given(case=cases())
-def test_every_backend_keeps_the_bits_of_the_reference(backend: str, dtype: torch.dtype, case: Case) -> None:
-    x = case.residual()
-    expected, found = kept_as(dtype, x), kept_as(dtype, x, backend)
-    assert all(same(a, b.cpu()) for a, b in zip(expected.parts, found.parts, strict=True))
-    assert same(expected.read(), found.read().cpu())
 
 
 @every_dtype
@@ -113,40 +94,7 @@ def test_a_vector_is_float32_while_it_is_open_and_stays_if_that_fails(dtype: tor
     assert not bool(kept.any())
 
 
-def test_rooms_are_used_again() -> None:
-    rooms = ScratchPool()
-    first = rooms.take(1000, CPU)
-    second = rooms.take(10, CPU)
-    rooms.give(first)
-    rooms.give(second)
-    assert rooms.take(5, CPU).data_ptr() == second.data_ptr(), "the smallest that will do"
-    smaller = rooms.take(900, CPU)
-    assert (smaller.data_ptr(), len(smaller)) == (first.data_ptr(), 900)
-    rooms.give(smaller)
-    assert rooms.take(1000, CPU).data_ptr() == first.data_ptr(), "all of it"
-
-
 # -- codecs
-
-
-@pytest.mark.parametrize("backend", OTHER_BACKENDS)
-@pytest.mark.parametrize("codec", VARIANTS, ids=str)
-@settings(max_examples=10, deadline=None)
-@given(dtype=st.sampled_from(DTYPES), case=cases())
-def test_encoding_is_as_with_float32_and_rounding_comes_last(
-    codec: Codec, backend: str, dtype: torch.dtype, case: Case
-) -> None:
-    kernels, device = kernels_of(backend, codec), device_of(backend)
-    grad, draw = case.gradient().to(device), case.draw().to(device)
-    residual = kept_as(dtype, case.residual(), backend)
-    wide, expected = residual.read(), kept_as(dtype, case.residual(), backend)
-    wires = torch.zeros(2, codec.wire_bytes(case.numel), dtype=torch.uint8, device=device)
-    workspace = kernels.workspace(codec, case.numel, device)
-    Kernels.encode_feedback(kernels, codec, grad, wide, wires[0], draw, workspace)
-    expected.write(wide)
-    kernels.encode_low_precision(codec, grad, residual, wires[1], draw, workspace)
-    assert same(*wires)
-    assert all(same(a, b) for a, b in zip(residual.parts, expected.parts, strict=True))
 
 
 @pytest.mark.parametrize("codec", [c for c in VARIANTS if not c.lossless], ids=str)
@@ -172,24 +120,21 @@ def test_what_is_not_sent_is_kept_but_for_what_is_rounded_off(
     assert bool((off <= most_rounded(rest.float(), kept) * (1 + 2.0**-10) + float32).all())
 
 
-@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("codec", [OneBit(block=256), TopK(0.1), QSGD(rounding="nearest"), Ternary()], ids=str)
 @every_dtype
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_never_enters(codec: Codec, backend: str, dtype: torch.dtype, bad: float) -> None:
-    device, numel = device_of(backend), 3000
-    kernels = kernels_of(backend, codec)
-    grad, kept = gradient("normal", numel, 1).to(device), kept_as(dtype, gradient("normal", numel, 2), backend)
+def test_what_is_not_finite_never_enters(codec: Codec, dtype: torch.dtype, bad: float) -> None:
+    numel = 3000
+    grad, kept = gradient("normal", numel, 1), kept_as(dtype, gradient("normal", numel, 2))
     old = kept.read()
     grad[1500] = bad
-    wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8, device=device)
-    workspace = kernels.workspace(codec, numel, device)
-    kernels.encode_low_precision(codec, grad, kept, wire, None, workspace)
-    now, out = kept.read(), torch.zeros(numel, device=device)
-    kernels.decode_add(codec, wire, out, 1.0, workspace)
+    wire, workspace = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8), codec.workspace(numel)
+    codec.encode_feedback(grad, kept, wire, None, workspace)
+    now, out = kept.read(), torch.zeros(numel)
+    codec.decode_add(wire, out, 1.0, workspace)
     assert not bool(out[1500].isfinite()), "it is seen"
     assert bool(now.isfinite().all())
-    assert abs(float(now[1500] - old[1500])) <= float(most_rounded(now.cpu(), kept)[1500]), "and the residual stays"
+    assert abs(float(now[1500] - old[1500])) <= float(most_rounded(now, kept)[1500]), "and the residual stays"
 
 
 # -- memory
@@ -220,63 +165,10 @@ def test_memory_is_what_the_pages_say(codec: Codec, dtype: torch.dtype, most: fl
     assert rooms <= 2 * 4 * numel, "of two buckets at the most, however many there are"
 
 
-@every_dtype
-def test_entries_are_taken_and_given_back(dtype: torch.dtype) -> None:
-    layout = layout_of(["b", "d"])
-    kept = FeedbackStore(Residual(dtype=dtype)).of(layout)
-
-    def now() -> list[float]:
-        return kept.read(RESIDUAL).tolist()
-
-    with kept.open() as residual:
-        assert residual is not None
-        residual.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 127.0]))
-    at, values = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([10.0, torch.nan, 30.0])
-    kept.take_at(at, values)
-    assert values.nan_to_num(-1.0).tolist() == [11.0, -1.0, 35.0]
-    assert now() == [0.0, 2.0, 3.0, 4.0, 0.0, 127.0]
-    kept.restore(at, torch.tensor([1.0, 1.0, torch.inf]))
-    assert now() == [1.0, 2.0, 4.0, 4.0, 0.0, 127.0]
-    kept.restore_unless(at, torch.tensor([7.0, 8.0, 9.0]), torch.tensor([1, 2], dtype=torch.int32))
-    assert now() == [7.0, 2.0, 4.0, 4.0, 9.0, 127.0]
-    kept.rescale(0.5)
-    assert now() == [3.5, 1.0, 2.0, 2.0, 4.5, 63.5]
-
-
-def test_a_residual_that_forgets_is_found() -> None:
-    class Forgetful(Residual):
-        def flush(self, kept: Any, grad: Tensor) -> Tensor:
-            kept[RESIDUAL].zero_()
-            return grad
-
-    with pytest.raises(AssertionError, match="dense"):
-        hold(Forgetful(dtype=torch.int8), OneBit(), most=2e-2)
-
-
-@pytest.mark.parametrize("strategies", [(Residual(), Residual(dtype=d)) for d in DTYPES], ids=str)
-def test_what_one_dtype_kept_another_goes_on_with(strategies: tuple[Feedback, Feedback]) -> None:
-    for before, after in (strategies, strategies[::-1]):
-        ranks = SimulatedRanks(before, OneBit(), SHAPES)
-        ranks.step([layout_of(list(SHAPES))])
-        saved = ranks.memories[0].everything()
-        memory = FeedbackStore(after)
-        memory.load(saved)
-        memory.of(layout_of(list(SHAPES)))
-        for name, x in saved[RESIDUAL].items():
-            assert x.dtype == torch.float32
-            assert torch.allclose(memory.by_name()[name], x, atol=float(x.abs().max()) / 50)
-    assert torch.equal(memory.by_name()["a"], saved[RESIDUAL]["a"]), "what float32 goes on with is all that was kept"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float64])
-def test_a_dtype_that_cannot_be_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=r"dtype=torch\..*: a residual is kept as one of torch\.float32, .*half"):
-        Residual(dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4", 8, None])
-def test_what_is_no_dtype_is_refused(dtype: Any) -> None:
-    with pytest.raises(TypeError, match=r"dtype=.*: a residual is kept as one of torch\.float32"):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float64, "int8", 8, None], ids=str)
+def test_what_is_no_dtype_of_residuals_is_refused(dtype: Any) -> None:
+    error = ValueError if isinstance(dtype, torch.dtype) else TypeError
+    with pytest.raises(error, match=r"dtype=.*: a residual is kept as one of torch\.float32"):
         Residual(dtype=dtype)
 
 
@@ -318,23 +210,18 @@ def residual_of_learning(codec: Codec) -> tuple[float, float]:
     return largest["residual"] / largest["gradient"], fell
 
 
-@pytest.mark.parametrize("codec", [c for c in VARIANTS if not c.lossless and c != TopK(0.001)], ids=str)
+@pytest.mark.parametrize("codec", [c for c in CODECS if not c.lossless], ids=str)
 def test_residuals_stay_bounded_while_a_model_learns(codec: Codec) -> None:
     residual, loss = residual_of_learning(codec.with_feedback())
     assert residual < 60
     assert loss < 0.7
 
 
-def test_feedback_around_an_expanding_code_is_noticed() -> None:
-    residual, _ = residual_of_learning(QSGD(bits=2, block=2560, norm="l2"))
-    assert residual > 60
-
-
 @every_dtype
 @pytest.mark.parametrize("codec", [OneBit(block=256), TopK(0.02)], ids=str)
 def test_a_model_learns_as_with_float32(codec: Codec, dtype: torch.dtype) -> None:
     losses = []
-    for kept in (torch.zeros(2560), kept_as(dtype, torch.zeros(2560), "cpu")):
+    for kept in (torch.zeros(2560), kept_as(dtype, torch.zeros(2560))):
         wire, workspace = torch.zeros(codec.wire_bytes(2560), dtype=torch.uint8), codec.workspace(2560)
 
         def feedback(

@@ -8,14 +8,13 @@ from gradwire import QSGD, Codec, Momentum, OneBit, Outliers, Residual, TopK, Tr
 from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import SparseCodec, new_draw
 from gradwire.compress.backends import MomentumKernels, _backend, use_backend
-from gradwire.compress.codec import DTYPES
 from gradwire.compress.feedback.base import RESIDUAL, Feedback, FeedbackState
 from gradwire.compress.feedback.momentum import MOMENTUM
 from gradwire.compress.feedback.store import FeedbackStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from largest_of_chunk import LargestOfChunk
-from strategies import ALL_BACKENDS, ODD, OTHER_BACKENDS, device_of, parts_of, same
+from strategies import ALL_BACKENDS, FINITE, OTHER_BACKENDS, device_of, gradient, same
 from test_feedback import layout_of
 from torch import Tensor, nn
 from toys import AboveMean, Stretch
@@ -28,42 +27,24 @@ KINDS = [Momentum(BETA), Momentum(BETA, nesterov=True), Momentum(BETA, masking=F
 
 
 @pytest.mark.parametrize("backend", OTHER_BACKENDS)
-@settings(deadline=None, max_examples=60)
-@given(
-    st.integers(0, 600),
-    st.lists(ODD, max_size=8),
-    st.integers(0, 3),
-    st.booleans(),
-    st.sampled_from(DTYPES),
-    st.data(),
-)
-def test_every_backends_passes_are_those_of_torch(
-    backend: str, numel: int, odd: list[float], shift: int, nesterov: bool, dtype: torch.dtype, data: st.DataObject
-) -> None:
-    """torch's on the CPU: its atomics on a GPU take subnormal numbers for zeros. Also at addresses that no vector is
-    aligned to."""
-    grad, momentum = torch.randn(2, numel, generator=torch.Generator().manual_seed(numel))
-    for value in odd if numel else ():
-        grad[data.draw(st.integers(0, numel - 1))] = value
-        if abs(value) < float("inf"):  # nothing else is ever in a momentum
-            momentum[data.draw(st.integers(0, numel - 1))] = value
-    chosen = sorted(data.draw(st.sets(st.integers(0, max(0, numel - 1)), max_size=numel)))
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 600), st.integers(0, 3), st.data())
+def test_entries_are_masked_as_by_torch(backend: str, numel: int, shift: int, data: st.DataObject) -> None:
+    """torch on the CPU: its atomics on a GPU take subnormal numbers for zeros. Also off any alignment."""
+    momentum = gradient(data.draw(st.sampled_from(FINITE)), numel, numel)
+    chosen = sorted(data.draw(st.sets(st.integers(0, numel - 1), max_size=numel)))
     used, indices = len(chosen), torch.tensor([*chosen, 0, -1], dtype=torch.int32)
-    values, count = torch.cat([grad[indices[:-2].long()], torch.ones(2)]), torch.tensor([used], dtype=torch.int32)
-    found = []
+    values = torch.cat([data.draw(st.sampled_from([0.0, 1.0, torch.inf])) * momentum[chosen], torch.ones(2)])
+    count, found = torch.tensor([used], dtype=torch.int32), []
     for kernels, device in ((_backend(backend).momentum, device_of(backend)), (MomentumKernels(), torch.device("cpu"))):
-        indices, values, count = indices.to(device), values.to(device), count.to(device)
-        u, out = (torch.empty(numel + shift, device=device)[shift:].copy_(x) for x in (momentum, torch.zeros(numel)))
-        g = torch.empty(numel + shift, dtype=dtype, device=device)[shift:].copy_(grad)
-        kernels.enter(g, u, BETA, nesterov, out)
-        entered = u.clone()
-        before = kernels.mask(u, indices, values, count)[:used] if numel else u
+        at, numbers = indices.to(device), values.to(device)
+        u = torch.empty(numel + shift, device=device)[shift:].copy_(momentum)
+        before = kernels.mask(u, at, numbers, count.to(device))[:used]
+        assert torch.equal(before.cpu(), momentum[chosen])
         if used % 2:
-            kernels.mask(u, indices[:used], values[:used])  # once more, which changes nothing
-        found.append([out, entered, u])
-        assert bool(u.isfinite().all())
-        assert torch.equal(before, entered[indices[:used].long()]) or not numel
-    assert all(same(a.cpu(), b) for a, b in zip(*found, strict=True))
+            kernels.mask(u, at[:used], numbers[:used])  # once more, which changes nothing
+        found.append(u.cpu())
+    assert same(*found)
 
 
 CODECS: list[SparseCodec] = [
@@ -179,53 +160,7 @@ def test_it_is_what_has_been_published(strategy: Momentum, exchange: str) -> Non
             assert torch.allclose(kept, expected[rank], atol=2e-5), (rank, vector)
 
 
-@pytest.mark.parametrize("strategy", KINDS, ids=str)
-def test_the_rounding_of_what_has_been_sent_is_not_lost(strategy: Momentum) -> None:
-    """Which the published code loses: over many steps all of the gradients' momentum goes out, or waits."""
-    layout = layout_of(["a", "b", "c"])
-    ranks = InProcessRanks(2, layout, TopK(0.2, values=I8), "gather", strategy)
-    wanted = handed = torch.zeros(41, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(6)
-    for _ in range(30):
-        grads = torch.randn(2, 41, generator=generator)
-        before = torch.stack([memory.of(layout)[MOMENTUM].double() for memory in ranks.memories])
-        new = strategy.beta * (before + grads) if strategy.nesterov else strategy.beta * before + grads
-        wanted = wanted + (new + grads if strategy.nesterov else new).mean(0)
-        handed = handed + ranks.reduce(list(grads)).double()
-    rest = torch.stack([memory.of(layout)[RESIDUAL].double() for memory in ranks.memories]).mean(0)
-    assert torch.allclose(handed + rest, wanted, atol=1e-4)
-    assert not torch.allclose(handed, wanted, atol=1e-2)
-
-
 # -- what is not finite ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", [TopK(0.5), OneBit()], ids=str)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-def test_what_is_not_finite_goes_out_and_leaves_nothing_behind(codec: Codec, bad: float) -> None:
-    """3e38 twice is finite in no sum."""
-    layout, memories = layout_of(["a", "b"]), [FeedbackStore(Momentum(BETA)) for _ in range(2)]
-    wires, workspace = torch.zeros(2, codec.wire_bytes(17), dtype=torch.uint8), codec.workspace(17)
-    for step in range(6):
-        grads = torch.randn(2, 17, generator=torch.Generator().manual_seed(step))
-        before = [memory.by_name(MOMENTUM).get("b") for memory in memories]
-        if step == 3:
-            memories[1].of(layout)[MOMENTUM][13] = 3e38 if bad == 3e38 else 1.0
-            before[1] = memories[1].by_name(MOMENTUM)["b"]
-            grads[1, 13] = bad
-        for rank, memory in enumerate(memories):
-            memory.of(layout).encode(codec, grads[rank], wires[rank], new_draw(0, step), workspace)
-        out = torch.zeros(17)
-        codec.decode_mean(parts_of(codec, wires, 17), out, workspace)
-        assert bool(out[13].isfinite()) == (step != 3)
-        kept = [memory.by_name(vector) for memory in memories for vector in memory.strategy.state_names]
-        assert all(bool(x.isfinite().all()) for found in kept for x in found.values())
-        if step == 3:
-            there, old = memories[1].by_name(MOMENTUM)["b"], before[1]
-            assert old is not None
-            assert there[1] == old[1] != 0, "what could not be sent stays"
-            assert (there != old).any()
-            memories[1].of(layout)[MOMENTUM][13] = 1.0
 
 
 def test_a_dense_step_keeps_what_it_could_not_send() -> None:

@@ -111,8 +111,6 @@ def test_what_cannot_be_meant() -> None:
         check_exchange("factors", TopK())
     assert possible(PowerSGD()) == ("gather", "factors", "dense")
     assert {default_exchange(PowerSGD(), size) for size in (2, 8)} == {"factors"}
-    assert repr(PowerSGD(shapes=((30, 40),))) == "PowerSGD(rank=4, shapes=((30, 40),))"
-    assert str(PowerSGD(shapes=((30, 40),))) == "PowerSGD(rank=4)"
 
 
 def drawn(codec: PowerSGD, seed: int) -> Tensor:
@@ -168,17 +166,6 @@ def test_every_pass_is_the_reference_s(
     names = ("drawn", "numbers", "M·S", "S", "residual", "sum", "fresh", "status")
     for name, a, b in zip(names, found, wanted, strict=True):
         assert same(a, b), name
-
-
-def test_threads_change_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.compress.backends.cpu.runtime.threads.ELEMENTS_PER_THREAD", 100)
-    codec, x = PowerSGD(3, ((130, 70), (33, 0), (65, 515), (10, 9))), gradient("normal", 9100 + 33 + 33475 + 90, 1)
-    found = []
-    for threads in (1, 2, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        kernels: Any = backend_kernels("cpu")["power_sgd"]
-        found.append(passes(kernels, codec, x, 5, 1.0))
-    assert all(same(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def test_the_bytes_are_what_they_were() -> None:
@@ -396,7 +383,7 @@ def learns(rank: int, codec: Codec, cap: float, accumulate: int, **options: Any)
     return sum(losses[-10:]) / 10, digest(model.parameters()), served
 
 
-@pytest.mark.parametrize(("cap", "accumulate"), [(100.0, 1), (0.02, 1), (0.02, 2)])
+@pytest.mark.parametrize(("cap", "accumulate"), [(100.0, 1), (0.02, 2)])
 def test_models_learn_whatever_the_buckets(ranks: Ranks, cap: float, accumulate: int) -> None:
     """With several buckets under way PyTorch's own hook fails on Gloo."""
     found = ranks(3).run(learns, PowerSGD(rank=2), cap, accumulate)

@@ -26,16 +26,17 @@ def room() -> Iterator[Room]:
 
 
 @pytest.mark.parametrize("end", ["front", "back"])
-@pytest.mark.parametrize("backend", backend_names())
 @pytest.mark.parametrize("codec", VARIANTS, ids=str)
-def test_nothing_is_touched_outside_the_arguments(codec: Codec, backend: str, end: str, room: Room) -> None:
+def test_nothing_is_touched_outside_the_arguments(codec: Codec, end: str, room: Room) -> None:
+    """On CPUs, by kernels that would not say so; the emulator's checked build does."""
+
     def guarded(tensor: Tensor) -> Tensor:
         return room.put(tensor, end)
 
     for numel, dtype in ((1, DTYPES[0]), (3, DTYPES[1]), (65, DTYPES[2]), (1281, DTYPES[0]), (3001, DTYPES[1])):
         x, draw = gradient("normal", numel, numel, dtype), new_draw(11, 3, 5)
         wire, target = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8), torch.zeros(numel, dtype=dtype)
-        with use_backend(backend):
+        with use_backend("cpu"):
             workspace = codec.workspace(numel)
             codec.encode_feedback(x, torch.ones(numel), wire, draw, workspace)
             codec.encode_feedback(guarded(x), torch.ones(numel), torch.zeros_like(wire), draw, workspace)

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from gradwire.compress.backends import VectorKernels, _backend
+from gradwire.compress.backends import MomentumKernels, TrackingKernels, VectorKernels, _backend
 from gradwire.compress.backends.cpu.runtime import threads
+from gradwire.compress.codec import DTYPES
 from gradwire.hooks.exchanges import all_finite
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,34 +28,45 @@ def placed(x: Tensor, dtype: torch.dtype, shift: int, device: torch.device) -> T
 @given(
     numel=NUMELS,
     kinds=st.tuples(*[st.sampled_from(tuple(KINDS))] * 3),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from(DTYPES),
     shift=st.integers(0, 3),
     restart=st.booleans(),
     carry=st.booleans(),
+    share=st.sampled_from([0.1, 0.25, 1.0]),
     pieces=st.integers(1, 3),
 )
 def test_every_backend_gives_torch_s_bits(
-    backend: str,
-    numel: int,
-    kinds: tuple[str, ...],
-    dtype: torch.dtype,
-    shift: int,
-    restart: bool,
-    carry: bool,
-    pieces: int,
-) -> None:
-    found, device = [], device_of(backend)
+    backend: str, numel: int, kinds: tuple[str, ...], dtype: torch.dtype, shift: int, restart: bool, carry: bool,
+    share: float, pieces: int,
+) -> None:  # fmt: skip
+    """Passes of periodic updates, of Tracking, Lead and Momentum."""
+    found, device, ours = [], device_of(backend), _backend(backend)
+    made = [gradient(kind, numel, seed) for seed, kind in enumerate(kinds)]
+    made.append(made[0].where(made[0].isfinite(), 0.0))  # nothing else is ever in a momentum
+
+    def put(place: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return placed(made[place], kind, shift, device)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "pieces_of", lambda elements, count: min(pieces, count))
-        for kernels in (_backend(backend).vectors, VectorKernels()):
-            made = [gradient(kind, numel, seed) for seed, kind in enumerate(kinds)]
-            agreed, step, own = (placed(x, torch.float32, shift, device) for x in made)
-            own = placed(own, dtype, shift, device)
-            kernels.difference(agreed, own, step, restart)
-            found.append([agreed.clone(), step.clone(), own.clone()])
-            step = placed(made[1], torch.float32, shift, device)
-            kernels.descend(agreed, step, own, carry)
-            found[-1] += [agreed, step, own, kernels.all_finite(own), kernels.all_finite(agreed)]
+        for vectors, tracking, momentum in (
+            (ours.vectors, ours.tracking, ours.momentum),
+            (VectorKernels(), TrackingKernels(), MomentumKernels()),
+        ):
+            agreed, step, own = put(0), put(1), put(2, dtype)
+            vectors.difference(agreed, own, step, restart)
+            written = [agreed.clone(), step, own.clone()]
+            vectors.descend(agreed, step := put(1), own, carry)
+            written += [agreed, step, own, vectors.all_finite(own), vectors.all_finite(agreed)]
+            change, kept, estimate, total, past, led = put(0), put(3), put(0), put(1), put(0), put(1)
+            tracking.change(put(2, dtype), kept, share, change)
+            sound = tracking.follow(estimate, total)
+            assert not sound or bool(total.isfinite().all())
+            assert sound or backend == "cuda" or not total.isfinite().all()
+            tracking.lead(past, led, 0.9, 0.4)
+            written += [change, kept, estimate, total, past, led]
+            momentum.enter(put(2, dtype), entered := put(3), 0.8, restart, out := put(0))
+            found.append([*written, entered, out])
     assert all(same(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -269,16 +269,16 @@ def after_a_trial(rank: int, loser: str) -> tuple[list[str], bool]:
     """Training during a trial in which compression, or its fallback, seems to take long."""
     times = {"compressed": 4e-3, "half": 6e-3, "fallback": 5e-3, "planned": 4e-3, loser: 9e-3}
 
-    def end_step(trial: Any, seconds: float | None, *others: Any) -> None:
-        real(trial, None if seconds is None else times[trial.candidate], *others)
+    def record(trial: Any, step: int, seconds: float) -> None:
+        real(trial, step, times[trial.candidate])
 
-    real = Trial.end_step
+    real = Trial.record
     _, ddp = two_large_layers()
     with (
         heard() as lines,
         patch.object(probe, "calibration", pretend(1e-9)),
         patch.object(probe, "codec_speed", lambda codec, *_: cost.CodecSpeed(1e-10, 1e-10)),
-        patch.object(Trial, "end_step", end_step),
+        patch.object(Trial, "record", record),
         patch("gradwire.hooks.auto.drift.Drift.observe"),  # a busy machine would bring another trial
     ):
         state = CompressState(ddp, OneBit())

@@ -37,7 +37,6 @@ from gradwire import (
     sparse_all_reduce,
 )
 from gradwire.hooks.exchanges import possible
-from ranks import RankError
 from strategies import GPU
 from test_cuda_hooks import gradients_of
 from torch import Tensor
@@ -169,7 +168,7 @@ def test_replicas_are_one_whatever_is_kept(shared: Shared, strategy: Any) -> Non
     alike([found[0] for found in shared.run(with_options, codec, exchange, {"error_feedback": strategy})])
 
 
-@ways(6)
+@ways(len(FIRST))
 def test_late_gradients_and_memory_used_again_change_no_bit(
     shared: Shared, say: Say, codec: Codec, exchange: str
 ) -> None:
@@ -210,28 +209,6 @@ def test_a_rank_that_overflows_stops_the_step_on_all(shared: Shared) -> None:
     found = shared.run(overflowing)
     alike(found)
     assert found[0][1:] == (512.0, 1)
-
-
-def accumulated(rank: int) -> Any:
-    model = perceptron().to(DEVICE)
-    ledger = Ledger(model)
-    ddp, state = wrap(model, TopK(0.05), exchange="gather")
-    for step in range(0, 6, 2):
-        for number in (step, step + 1):
-            data = batch(rank, number, model)
-            ledger.expect(lambda data=data: model(data).square().mean())  # type: ignore[misc]
-            with ddp.no_sync() if number == step else torch.enable_grad():
-                ddp(data).square().mean().backward()
-        ledger.receive()
-        ddp.zero_grad()
-    off = ledger.error(state)
-    state.close()
-    return off
-
-
-@pytest.mark.parametrize("how", [pytest.param("no_sync", marks=SLOW)])
-def test_nothing_is_lost_of_accumulated_gradients(shared: Shared, how: str) -> None:
-    assert max(shared.run(accumulated)) < 3e-5
 
 
 # -- what else exchanges gradients -------------------------------------------------------------------------------------
@@ -363,38 +340,3 @@ def by_horovod(rank: int, codec: Codec = OneBit(), exchange: str = "auto") -> An
 )
 def test_horovod(shared: Shared, codec: Codec, exchange: str) -> None:
     alike(shared.run(by_horovod, codec, exchange))
-
-
-# -- faults that are found ---------------------------------------------------------------------------------------------
-
-
-def forgotten(rank: int) -> Any:
-    """A residual that is thrown away on the way."""
-    model: Any = perceptron().to(DEVICE)
-    ledger = Ledger(model)
-    ddp, state = wrap(model, TopK(0.05), exchange="gather")
-    train(rank, ddp, range(2), ledger)
-    state._flush()
-    state._feedback.load({})
-    digests = train(rank, ddp, range(2, 4), ledger)
-    off = ledger.error(state)
-    with torch.no_grad():
-        model[0].weight[0, 0] += rank
-    state.close()
-    return digests, off, digest(model.parameters())
-
-
-def failing(rank: int) -> None:
-    assert rank == 0, "this rank alone"
-
-
-def test_what_is_wrong_is_found_and_the_next_test_has_new_ranks(shared: Shared) -> None:
-    digests, off, parameters = zip(*shared.run(forgotten), strict=True)
-    alike(list(digests))
-    assert min(off) > 1e-3
-    if shared.size > 1:
-        with pytest.raises(AssertionError, match="replicas differ"):
-            alike(list(parameters))
-        with pytest.raises(RankError, match="this rank alone"):
-            shared.run(failing)
-        assert len(shared.run(by_horovod)) == shared.size

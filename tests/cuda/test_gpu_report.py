@@ -263,24 +263,6 @@ def test_copies_without_git_are_told_apart_by_what_is_in_them(tmp_path: Path, mo
     assert report.revision() is None
 
 
-def test_compute_sanitizer_is_found_where_toolkits_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        sections, "SANITIZERS", ("$CUDA_HOME/bin/compute-sanitizer", f"{tmp_path}/cuda*/**/compute-sanitizer")
-    )
-    assert sections.compute_sanitizer() == ""
-    for folder in ("cuda-12.9/deep/er", "cuda-13.0"):
-        path = tmp_path / folder / "compute-sanitizer"
-        path.parent.mkdir(parents=True)
-        path.touch(mode=0o755)
-    assert sections.compute_sanitizer() == str(tmp_path / "cuda-13.0" / "compute-sanitizer")
-    path = tmp_path / "bin" / "compute-sanitizer"
-    path.parent.mkdir()
-    path.touch(mode=0o755)
-    assert sections.compute_sanitizer() == str(path)
-
-
 def test_without_a_gpu_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     if not GPU:
         assert cli.main(["gpu"]) == 2

@@ -26,8 +26,9 @@ from gradwire.compress import (
     TopK,
     Tracking,
 )  # fmt: skip
-from gradwire.compress.feedback.base import Feedback
+from gradwire.compress.feedback.base import RESIDUAL, Feedback
 from gradwire.hooks.auto import planner as planner_module
+from gradwire.hooks.auto.controller import Controller
 from gradwire.hooks.comm.entry_exchange import Entries, EntryExchanger, fill
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.pipeline import Pipeline
@@ -42,7 +43,7 @@ from hypothesis import strategies as st
 from nccl_on_cpu import DEVICE, GpuTensor, HostWaits, Schedule, World, on_gpu, read
 from nccl_on_cpu import nccl as nccl_module
 from nccl_on_cpu.machine import Machine
-from nccl_on_cpu.training import CPU, Outcome, Recipe, differences, outcomes
+from nccl_on_cpu.training import CPU, Outcome, Recipe, differences, gradient, outcomes, same_bits
 from torch import Tensor
 
 HIERARCHICAL = "hierarchical"
@@ -233,6 +234,31 @@ def test_auto_takes_what_the_host_reads_nothing_of() -> None:
     for decision in reference[0].statistics.decisions.values():
         assert decision.startswith("mask of TopK")
         assert all(f"{name} " in decision for name in ("gather", "split", "union", "dense"))
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(Schedule("1 side 2"), marks=pytest.mark.slow), Schedule(None, 3)], ids=str
+)
+def test_a_trial_of_auto_waits_for_no_gpu_and_loses_nothing(schedule: Schedule) -> None:
+    """Ranks whose streams are behind, one more than the other, decide alike; means and residuals are the gradients."""
+    recipe, line = Recipe(OneBit(), "auto", steps=40), cost.Line(0.0, 1e-9)
+
+    def alter(reducer: Reducer, rank: int) -> None:
+        planner = reducer.session.planner
+        planner._flat = cost.Calibration(line, line, line, cost.Work(*[0.0] * 6), cost.Latency(*[0.0] * 3), 1)
+        planner._speeds[recipe.codec.speed_key, True] = cost.CodecSpeed(0.0, 0.0)
+        controllers.append(reducer.controller)
+
+    controllers = list[Controller]()
+    a, b = on_gpus(recipe, schedule, alter=alter)
+    assert all(controller.timed.keys() == {"compressed", "float32"} for controller in controllers)
+    assert a.statistics.decisions == b.statistics.decisions
+    for x, y in zip(a.applied, b.applied, strict=True):
+        assert same_bits(x, y)
+    name, numel = "b.weight", a.applied[1].numel()
+    total = sum(gradient(recipe, rank, step, 1, numel).double() for rank in range(2) for step in range(recipe.steps))
+    kept = sum(each.kept[RESIDUAL][name].flatten().double() for each in (a, b))
+    torch.testing.assert_close(2 * a.applied[1].double() + kept, total, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -179,19 +179,12 @@ def test_unpickling_happens_where_the_security_policy_says() -> None:
 #: Of each rule a module that breaks it, and what is said.
 BAD = [
     ("compress.codec", "def f():\n    from .codecs.topk import TopK", "compress.codec:2: imports compress.codecs.topk"),
-    ("compress.codec", "from .codecs import topk", "compress.codecs.topk (codecs) from below (codec contract)"),
-    ("compress.feedback.base", "from ... import CompressState", "the root (public names) from below (feedback)"),
-    ("hooks.exchanges.gather", "from ..auto.planner import Plan", "hooks.auto.planner (choices) from below"),
     ("hooks.comm.pipeline", "if TYPE_CHECKING:\n    from ..core.reducer import R", "in a circle"),
     ("hooks.core.reducer", "from torch.nn.parallel import DistributedDataParallel", "which hooks/core/ never does"),
-    ("hooks.training.names", "from torch.nn import parallel", "which hooks/training/ never does"),
     ("hooks.fsdp.replicate", "from ..ddp.hook import compress_hook", "hooks.ddp.hook, beside it"),
     ("compress.codecs.topk", "import torch.distributed as dist", "torch.distributed, which compress/ never does"),
-    ("compress.codecs.topk", "from torch import distributed", "which compress/ never does"),
     ("compress.codecs.topk", "import torch\ntorch.distributed.barrier()", "compress.codecs.topk:2"),
-    ("hooks.core.reducer", "from numba import njit", "which hooks/ never does"),
     ("compress.codecs.topk", "from gradwire.compress.codec import Codec", "absolutely"),
-    ("hooks.core.reducer", "import gradwire", "absolutely"),
     ("benchmarks.learning.demo", "import tests.helper", "by the name of a folder"),
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -188,15 +187,6 @@ def test_the_citation_has_the_last_release_and_its_date() -> None:
     assert released is not None
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
     assert re.findall(r"^(?:version|date-released): (\S+)$", citation, re.MULTILINE) == list(released.groups())
-
-
-def test_version_can_be_read_without_importing_torch() -> None:
-    assigned = [
-        node.value
-        for node in ast.parse((ROOT / "__init__.py").read_text("utf-8")).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
-    ]
-    assert [ast.literal_eval(value) for value in assigned] == [gradwire.__version__]
 
 
 def test_continuous_integration_runs_every_python_and_the_pinned_linters() -> None:

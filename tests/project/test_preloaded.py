@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,10 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import preloaded_client
 import pytest
 from pages import plain_environment
-from preloaded import PLAIN_PYTHON, Server
+from preloaded import PLAIN_PYTHON
 
 SAYS = "import sys; print('torch' in sys.modules)"
 
@@ -30,23 +28,11 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
 
 
-def test_torch_is_there_already() -> None:
-    known = json.loads(Path(sys.executable).with_name("known.json").read_text("utf-8"))
-    assert preloaded_client.fits(known), "an earlier test has changed this process's surroundings"
-    assert run("-c", SAYS).stdout == "True\n"
-
-
 def test_other_settings_get_a_python_of_their_own(tmp_path: Path) -> None:
     assert run("-I", "-c", SAYS).stdout == "False\n"
     assert run("-c", SAYS, env=plain_environment()).stdout == "True\n"
     assert run("-c", SAYS, env=plain_environment() | {"PYTHONPATH": str(tmp_path)}).stdout == "False\n"
     assert run("-c", SAYS, env={**os.environ, "MALLOC_ARENA_MAX": "1"}).stdout == "False\n"
-
-
-def test_what_imports_set_needs_no_python_of_its_own() -> None:
-    """Else each process after a test that has imported scikit-learn would start as slowly as without a server."""
-    sets = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
-    assert run("-c", SAYS, env={**os.environ, **sets}).stdout == "True\n"
 
 
 def test_a_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
@@ -84,18 +70,6 @@ def test_what_a_killed_process_has_not_flushed_is_lost_as_ever(options: list[str
             subprocess.run(command, env={**os.environ, **variables}, capture_output=True, check=False).stdout
         )
     assert written == [b"said\n" if options or variables else b""] * 2
-
-
-@pytest.mark.slow
-def test_temporary_files_may_be_anywhere(tmp_path: Path) -> None:
-    """In a folder whose name has quotes, and is longer than a socket's may be."""
-    folder = tmp_path / ("it's long " * 10)
-    folder.mkdir()
-    server = Server(folder)
-    try:
-        assert subprocess.run([server.python, "-c", SAYS], capture_output=True, check=True).stdout == b"True\n"
-    finally:
-        server.close()
 
 
 def test_it_ends_as_a_process_ends() -> None:

@@ -114,16 +114,3 @@ def the_api_has_every_public_name(site: dict[str, Page]) -> None:
     missing = public - site["api"].anchors
     assert not missing
     assert "gradwire.compress.codec.Codec.encode" in site["api"].anchors
-
-
-def test_a_strict_build_finds_what_is_wrong(tmp_path: Path) -> None:
-    (tmp_path / "mkdocs.yml").write_text(
-        f"INHERIT: {ROOT}/mkdocs.yml\nnav: [index.md]\nextra_css: []\nhooks: []\nplugins: []\n"
-    )
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text("# First\n\n[nowhere](nowhere.md) [no anchor](#nothing)\n")
-    (tmp_path / "docs" / "second.md").write_text("# Not in the navigation\n")
-    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
-    assert done.returncode != 0
-    for said in ("'nowhere.md'", "'#nothing'", "second.md"):
-        assert said in done.stderr

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from gradwire.compress import Codec, new_draw
 from gradwire.compress.backends import use_backend
-from strategies import gradient, same
+from strategies import gradient, hostile_wires, parts_of, same
 from torch import Tensor
 
 
@@ -18,8 +18,10 @@ def rows_of(codec: Codec, numel: int, wires: Sequence[Tensor]) -> list[Tensor]:
 
 
 def steps(codec: Codec, numel: int, kinds: Sequence[str], dtype: torch.dtype, offset: int) -> list[Tensor]:
-    """What the backend in use makes of some steps with feedback: wires, the residual, and a mean over them as ranks."""
+    """What the backend in use makes of some steps with feedback: wires, the residual, a mean over them as ranks, and
+    one over hostile wires, with what it counts."""
     workspace, residual = codec.workspace(numel), gradient("normal", numel, 1) * 0.1
+    residual[: numel // 4] = 0
     wires = []
     for step, kind in enumerate(kinds):
         grad = torch.empty(numel + offset, dtype=dtype)[offset:].copy_(gradient(kind, numel, step, dtype))
@@ -28,7 +30,9 @@ def steps(codec: Codec, numel: int, kinds: Sequence[str], dtype: torch.dtype, of
         wires.append(wire)
     mean = torch.empty(numel + offset, dtype=dtype)[offset:]
     codec.decode_mean(rows_of(codec, numel, wires), mean, workspace)
-    return [*wires, residual, mean]
+    hostile = parts_of(codec, hostile_wires(codec, numel, 5, numel), numel)
+    codec.decode_mean(hostile, fooled := torch.empty(numel), workspace)
+    return [*wires, residual, mean, fooled, workspace.status]
 
 
 def equal(codec: Codec, numel: int, kinds: Sequence[str], dtype: torch.dtype = torch.float32, offset: int = 0) -> bool:

@@ -86,6 +86,8 @@ KINDS: dict[str, object] = {
     "spots": lambda x, rng: np.where(rng.random(len(x)) < 1e-3, x * np.float32(3e37), x),
     "wide": _wide,
     "ties": lambda x, rng: np.round(x),
+    "leading": lambda x, rng: x * np.where(np.arange(len(x)) < len(x) / 3, 1, np.float32(1e-3)),
+    "trailing": lambda x, rng: x * np.where(np.arange(len(x)) < 2 * len(x) / 3, np.float32(1e-3), 1),
     "zeros": lambda x, rng: np.copysign(np.float32(0), x),
     "constant": lambda x, rng: np.full_like(x, -1.5),
     "not finite": _with_nonfinite,

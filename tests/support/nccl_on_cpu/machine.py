@@ -47,13 +47,25 @@ def always() -> bool:
 class Event:
     """As torch.cuda.Event: a place in a stream."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         self.stream: Stream | None = None
-        self.place = self.step = 0
+        self.place = self.step = self.time = 0
+        self.timed = enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or active().current
+        if self.timed:
+            stream.launch(self._pass)
         self.stream, self.place, self.step = stream, stream.launched, active().step
+
+    def _pass(self) -> None:
+        self.time = active().launches
+
+    def elapsed_time(self, end: Event) -> float:
+        """A launch of the machine takes a millisecond."""
+        assert self.query()
+        assert end.query()
+        return float(end.time - self.time)
 
     def query(self) -> bool:
         return self.stream is None or self.stream.ended >= self.place
@@ -124,6 +136,7 @@ class Machine:
 
     Attributes:
         waited: how often a host has waited for the device.
+        launches: how many have run.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
@@ -132,7 +145,7 @@ class Machine:
         self.streams: list[Stream] = []
         self.host = Host()
         self.random = random.Random(self.schedule.seed)
-        self.waited = 0
+        self.waited = self.launches = 0
         self.closed = False
         #: Lets other ranks go on; without any there is nobody who could.
         self.yield_until: Callable[[Callable[[], bool], str], None] | None = None
@@ -214,7 +227,9 @@ class Machine:
         streams = [stream for stream in self.streams if (stream.name == self.schedule.starved) == starved]
         if self.schedule.seed is not None:
             self.random.shuffle(streams)
-        return any(stream.step() for stream in streams)
+        ran = any(stream.step() for stream in streams)
+        self.launches += ran
+        return ran
 
     def wait_for(self, there: Callable[[], bool], what: str) -> None:
         """The host waits until something is there."""
