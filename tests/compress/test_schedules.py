@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gradwire import Momentum, TopK, schedules
+from gradwire import TopK, schedules
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Pool
-from training import batch, digest, perceptron, wrap
 
 
 def densities(schedule: schedules.Stages, steps: int) -> list[float]:
@@ -60,28 +57,3 @@ def test_a_stage_has_one_codec() -> None:
 def test_arguments_that_cannot_be_are_refused(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match="^" + expected.replace(".", r"\.")):
         schedules.dgc(**{"warmup_steps": 10, **options})
-
-
-def warmed_up(rank: int) -> tuple[list[float], str]:
-    """Bytes that are sent in each step, of those of float32."""
-    model, shares, sent = perceptron(), [], 0
-    schedule = schedules.dgc(0.001, warmup_steps=10)
-    ddp, state = wrap(model, schedule, exchange="gather", error_feedback=Momentum(), ddp={"bucket_cap_mb": 1})
-    numel = sum(p.numel() for p in model.parameters())
-    for step in range(12):
-        model.zero_grad()
-        ddp(batch(rank, step, model)).square().mean().backward()
-        now = state.statistics().bytes_sent
-        shares.append((now - sent) / (4 * numel))
-        sent = now
-    state.close()
-    return shares, digest(p.grad for p in model.parameters())
-
-
-def test_training_follows_it(ranks: Callable[[int], Pool]) -> None:
-    (shares, first), (_, second) = ranks(2).run(warmed_up)
-    assert first == second, "replicas differ"
-    assert all(len(set(shares[2 * i : 2 * i + 2])) == 1 for i in range(6)), "two steps a stage"
-    assert shares == sorted(shares, reverse=True)
-    assert shares[0] > 0.316 > shares[2] > 0.1 > shares[4]
-    assert shares[-1] < 0.01
