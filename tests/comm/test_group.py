@@ -26,41 +26,46 @@ from hypothesis import strategies as st
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]
-SIZES = pytest.mark.parametrize("size", [1, 5, (1 << 20) + 4], ids=["one", "few", "large"])
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 
-def gathered(rank: int, size: int, dtype: torch.dtype) -> bool:
-    """Two are under way together, and waited for in the other order."""
-    group = Group(dist.group.WORLD)
+def collectives(rank: int, size: int, dtype: torch.dtype) -> None:
+    """Each gives what it says, and two may be under way together and waited for in the other order."""
+    group, seen = Group(dist.group.WORLD), range(dist.get_world_size())
     rows = (torch.arange(group.size * size) % 251).view(group.size, size).to(dtype)
     first, second = torch.zeros_like(rows), torch.zeros_like(rows)
     works = [group.all_gather(first, rows[rank]), group.all_gather(second, rows[rank] + 1)]
     works[1].wait()
     works[0].wait()
-    return torch.equal(first, rows) and torch.equal(second, rows + 1)
+    assert torch.equal(first, rows)
+    assert torch.equal(second, rows + 1)
 
-
-@WORLDS
-@SIZES
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16], ids=str)
-def test_all_gather(ranks: Ranks, world_size: int, size: int, dtype: torch.dtype) -> None:
-    assert all(ranks(world_size).run(gathered, size, dtype))
-
-
-def swapped(rank: int, size: int) -> bool:
-    group = Group(dist.group.WORLD)
-    mine = torch.arange(group.size * size).view(group.size, size) + 1000 * rank
-    theirs = torch.zeros_like(mine)
+    mine, theirs = torch.arange(group.size * size).view(group.size, size) + 1000 * rank, torch.zeros_like(rows.long())
     group.all_to_all(theirs, mine).wait()
-    expected = [torch.arange(rank * size, (rank + 1) * size) + 1000 * other for other in range(group.size)]
-    return torch.equal(theirs, torch.stack(expected))
+    assert torch.equal(
+        theirs, torch.stack([torch.arange(rank * size, (rank + 1) * size) + 1000 * other for other in seen])
+    )
+
+    # Rank r sends r + s elements to rank s: rank 0 nothing to itself.
+    lengths = [rank + other for other in seen]
+    received, everything = torch.full((sum(lengths),), -1), torch.full((sum(seen),), -1)
+    group.all_to_all_v(received, torch.full((sum(lengths),), rank), lengths, lengths).wait()
+    assert received.tolist() == [other for other, length in enumerate(lengths) for _ in range(length)]
+    group.all_gather_v(everything, torch.full((rank,), rank), list(seen)).wait()
+    assert everything.tolist() == [other for other in seen for _ in range(other)]
+
+    parts = [torch.randn(size, generator=torch.Generator().manual_seed(other)) for other in seen]
+    expected, total = parts[0].clone(), parts[rank].clone()
+    for part in parts[1:]:
+        expected += part
+    drive(group.sum(total, torch.empty(size + group.size)))
+    assert torch.equal(total, expected), "sums are in rank order"
 
 
-@WORLDS
-@SIZES
-def test_all_to_all(ranks: Ranks, world_size: int, size: int) -> None:
-    assert all(ranks(world_size).run(swapped, size))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 5, (1 << 20) + 4])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
+def test_collectives(ranks: Ranks, world_size: int, size: int, dtype: torch.dtype) -> None:
+    ranks(world_size).run(collectives, size, dtype)
 
 
 def connected_at_last(rank: int, failing: int) -> tuple[int, list[int]]:
@@ -99,43 +104,6 @@ def test_ranks_that_never_connect_say_so_alike(ranks: Ranks) -> None:
         assert "ranks [0, 1] could not connect in 3 attempts" in text
         assert "{1: 'Gloo connectFullMesh failed: connection closed by peer'}" in text
     assert ranks(2).run(connected_at_last, 0) == [(1, [0, 1])] * 2, "the next time all is well"
-
-
-def ragged(rank: int) -> bool:
-    """Rank r sends r + s elements to rank s: rank 0 nothing to itself."""
-    group = Group(dist.group.WORLD)
-    lengths = [rank + other for other in range(group.size)]
-    received = torch.full((sum(lengths),), -1)
-    group.all_to_all_v(received, torch.full((sum(lengths),), rank), lengths, lengths).wait()
-    parts = received.split(lengths)
-    everything = torch.full((sum(range(group.size)),), -1)
-    group.all_gather_v(everything, torch.full((rank,), rank), list(range(group.size))).wait()
-    ends = [torch.full((other,), other) for other in range(group.size)]
-    return all(bool((part == other).all()) for other, part in enumerate(parts)) and torch.equal(
-        everything, torch.cat(ends)
-    )
-
-
-@WORLDS
-def test_rows_of_different_lengths_and_none(ranks: Ranks, world_size: int) -> None:
-    assert all(ranks(world_size).run(ragged))
-
-
-def summed(rank: int, size: int) -> bool:
-    group = Group(dist.group.WORLD)
-    rows = [torch.randn(size, generator=torch.Generator().manual_seed(other)) for other in range(group.size)]
-    expected = rows[0].clone()
-    for row in rows[1:]:
-        expected += row
-    total = rows[rank].clone()
-    drive(group.sum(total, torch.empty(size + group.size)))
-    return torch.equal(total, expected)
-
-
-@WORLDS
-@SIZES
-def test_sums_are_in_rank_order(ranks: Ranks, world_size: int, size: int) -> None:
-    assert all(ranks(world_size).run(summed, size))
 
 
 def crossed(rank: int, seed: int) -> bool:
@@ -259,10 +227,9 @@ def test_a_channel_s_tag_follows_from_its_name_and_how_many_there_have_been(orde
 @given(names=st.lists(st.integers(0, 9).map(str), max_size=30))
 def test_names_of_one_tag_are_told_apart_alike_on_every_rank(names: list[str]) -> None:
     """Of so few tags most are taken when they are first tried."""
-    ranks = [[channels.tag(name) for name in names] for channels in (Channels(32), Channels(32))]
-    assert ranks[0] == ranks[1]
-    assert len(set(ranks[0])) == len(names)
-    assert all(0 < tag < 32 for tag in ranks[0])
+    tags, again = ([channels.tag(name) for name in names] for channels in (Channels(32), Channels(32)))
+    assert tags == again
+    assert len({tag for tag in tags if 0 < tag < 32}) == len(names)
 
 
 class Noted(Silent):
@@ -337,48 +304,32 @@ def test_a_second_wait_fails_like_the_first(ranks: Ranks) -> None:
     assert "rank 1" in second
 
 
-class Backend:
-    """A backend of some name, which tells that it can launch several collectives at once, or not, or nothing."""
+class Backend(Silent):
+    """A process group over a backend of some name, which tells that it can launch several collectives at once, or not,
+    or nothing."""
 
     def __init__(self, name: str, launches: bool | None) -> None:
         self.name = lambda: name
         if launches is not None:
             self.supports_coalescing = launches
 
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-
-class Carried(Backend):
-    """A process group around it."""
-
     def _get_backend(self, device: torch.device) -> Backend:
         return self
 
 
-CUDA = torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy", "ncclx", "one that is not written yet"])
-def test_streams_order_the_collectives_of_backends_that_say_so(name: str) -> None:
-    carried = Carried(name, launches=True)
-    assert not Group.blocks(carried, CUDA)
-    assert Group.blocks(carried, torch.device("cpu"))
-    assert Group(Backend(name, launches=True), (0, 1)).averages(CUDA)  # as Horovod's interface has one
-
-
-def test_an_older_torch_has_one_backend_of_that_kind() -> None:
-    assert not Group.blocks(Carried("nccl", launches=None), CUDA)
-
-
-def test_the_host_waits_for_gloo_and_for_what_is_not_known() -> None:
-    assert Group.blocks(Carried("gloo", launches=False), CUDA)
+def test_streams_order_the_collectives_of_backends_that_say_so() -> None:
+    """Whatever their names, and in an older torch NCCL's; for others the host waits."""
+    cuda = torch.device("cuda", 0)
+    for name in ("nccl", "nccl2", "nccl-lazy", "ncclx", "one that is not written yet"):
+        backend = Backend(name, launches=True)
+        assert not Group.blocks(backend, cuda)
+        assert Group.blocks(backend, torch.device("cpu"))
+        assert Group(backend, (0, 1)).averages(cuda)
+    assert not Group.blocks(Backend("nccl", launches=None), cuda)
+    assert Group.blocks(Backend("gloo", launches=False), cuda)
     for launches in (False, None):
         with pytest.warns(UserWarning, match=r"the backend 'ucc' does not tell.*streams order.*backend=\"nccl\""):
-            assert Group.blocks(Carried("ucc", launches), CUDA)
+            assert Group.blocks(Backend("ucc", launches), cuda)
 
 
 def backend_tells(rank: int) -> Any:

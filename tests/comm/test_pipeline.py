@@ -234,24 +234,6 @@ def test_whatever_arrives_first_every_unit_ends_with_its_own_stages_in_order(
         assert own == [*(f"{i}.{number}" for number in range(len(bells))), f"{i}. ends"]
 
 
-def test_the_threads_end_with_the_pipeline_and_holds_no_owner() -> None:
-    class Owner:
-        def __init__(self) -> None:
-            self.pipeline = Pipeline("mortal")
-
-    owner = Owner()
-    owner.pipeline.submit(lambda held=owner: torch.zeros(1)).wait()  # type: ignore[misc]
-    owner.pipeline.flush()
-    remembered = weakref.ref(owner)
-    del owner
-    gc.collect()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(thread.name.startswith("mortal") for thread in threading.enumerate()):
-        time.sleep(0.01)
-    assert remembered() is None
-    assert all(not thread.name.startswith("mortal") for thread in threading.enumerate())
-
-
 class Late:
     """An inbox that a thread leaves late after putting something in, and only then lets go of that."""
 

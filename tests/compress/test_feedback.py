@@ -273,6 +273,7 @@ def test_what_is_not_finite_goes_out_and_leaves_nothing_behind(strategy: Feedbac
             grads[:, 13] = bad
             for memory in memories if bad == 3e38 else ():
                 with memory.of(layout).open() as residual:
+                    assert residual is not None
                     residual[13] = 3e38
         before = [memory.by_name()["b"][1] for memory in memories if step]
         for memory, grad, wire in zip(memories, grads, wires, strict=True):
