@@ -79,7 +79,7 @@ CASES = [
 @pytest.mark.parametrize("world_size", [1, 3])  # of 2 and 4 by chance, below
 @pytest.mark.parametrize(("exchange", "codec"), CASES, ids=str)
 def test_nothing_is_lost_and_replicas_agree(ranks: Ranks, world_size: int, exchange: str, codec: Codec) -> None:
-    for numel, extra in ((1, 0), (7, 3), (5000, 0), (12345, 17), (0, 5)):
+    for numel, extra in ((1, 0), (12345, 17), (0, 5)):
         results = ranks(world_size).run(reduce_once, world_size, exchange, codec, numel, extra, numel)
         offs, extra_offs, digests, payloads, _ = zip(*results, strict=True)
         assert len(set(digests)) == 1, "replicas differ"
