@@ -98,10 +98,6 @@ def overlap(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, f
     return sum(max(0.0, min(b, d) - max(a, c)) for a, b in some for c, d in merged)
 
 
-def test_overlap_counts_each_moment_once() -> None:
-    assert overlap([(0, 10), (20, 30)], [(5, 8), (6, 22), (40, 50)]) == 7.0
-
-
 @pytest.mark.parametrize(
     ("codec", "exchange"),
     [(None, ""), (OneBit(), "two_pass"), (TopK(0.01), "split"), (QSGD(bits=4), "gather")],
