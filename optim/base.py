@@ -89,7 +89,7 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
         except Exception as error:  # the other ranks must hear of any error
             problem = error
         self._keep(options.strategy)
-        self._meet(problem, clean=False, numel=sum(flat.bucket.numel for flat in made))
+        self._meet_to_reduce(problem, clean=False, numel=sum(flat.bucket.numel for flat in made))
         self._begin(made)
 
     @property
@@ -357,7 +357,7 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
         self._buckets += buckets
         begun = [p for flat in buckets for p in flat.parameters]
         self._trained |= {id(p) for p in begun}
-        pieces.broadcast(self._running().session.group, self._buckets[0].exchanged.device, begun)
+        pieces.broadcast(self._session.group, self._buckets[0].exchanged.device, begun)
         self._adopt()
         self._replicas = None
 

@@ -62,17 +62,24 @@ class Front(Counted):
         self._scaler_sync = ScalerSync(loss_scale, self._feedback)
 
     @torch.inference_mode(False)  # a step changes what is made here
-    def _meet(
+    def _meet(self, problem: Exception | None, **session: Any) -> Session:
+        """Make a session. A collective, in which the other ranks hear of this one's problem, if any.
+
+        Args:
+            session: further arguments of `Session`.
+        """
+        return Session(self._owner, self._group, self._device, self._description, problem, **session)
+
+    @torch.inference_mode(False)
+    def _meet_to_reduce(
         self, problem: Exception | None, *, numel: int, clean: bool, speaks: bool = True, **session: Any
     ) -> Reducer:
-        """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any.
+        """`_meet`, and make a reducer of the session.
 
         Args:
             numel, clean, speaks: `Reducer`'s.
-            session: further arguments of `Session`.
         """
-        session["entropy_coding"] = self._options.entropy_coding
-        met = Session(self._owner, self._group, self._device, self._description, problem, **session)
+        met = self._meet(problem, entropy_coding=self._options.entropy_coding, **session)
         parts = self._feedback, self._scaler_sync, self._statistics
         self._reducer = Reducer(met, *parts, self._options.seed, clean=clean, numel=numel, speaks=speaks)
         return self._reducer
@@ -85,6 +92,11 @@ class Front(Counted):
         if self._reducer is None:
             raise RuntimeError(self._closed_text)
         return self._reducer
+
+    @property
+    def _session(self) -> Session:
+        """The tie to the other ranks."""
+        return self._running().session
 
     def _flush(self) -> None:
         """Wait for queued work."""
@@ -99,7 +111,7 @@ class Front(Counted):
 
     def _await_means(self) -> BaseException | None:
         """Wait for what is in flight. Returns an exception of a signal's handler, to be raised once means are used."""
-        pipeline = self._running().session.pipeline
+        pipeline = self._session.pipeline
         return waited(pipeline.wait, lambda _: pipeline.failed)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -501,7 +501,7 @@ class CompressState(BackwardFront):
     def _connect(self, problem: Exception | None) -> Reducer:
         """Make a session and a reducer. A collective, in which the other ranks hear of this one's problem, if any."""
         options, self._closed = self._options, False
-        reducer = self._meet(
+        reducer = self._meet_to_reduce(
             problem, clean=self._step == 0,
             numel=sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse),
             topology=options.topology if options.exchange in ("auto", "hierarchical") else None,

@@ -12,21 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import handshake
 from ..comm.between_steps import Reentered, between_steps, undivided
 from ..comm.pipeline import Pipeline
 from ..core.bucket import Bucket
 from ..core.discarded import DiscardedMeans, Means
-from ..core.front import BackwardFront
 from ..core.options import Exclude, excluded_names
 from ..core.reducer import Step
 from ..core.session import Announcement, digest
 from ..core.statistics import Statistics
 from ..training.autograd_end import raise_at_end, waited
-from ..training.optimizer_checks import expect_optimizer
 from . import gloo_reduce_scatter as direct
-from .checkpoint import ShardedCheckpoint
-from .manual import ByHand
+from .front import ShardedFront
 from .options import FSDPOptions
 from .torch_internals import Shards, find_shards
 
@@ -54,19 +50,18 @@ class _Submitted:
     future: torch.futures.Future[Tensor]
 
 
-class FSDPState(BackwardFront):
+class FSDPState(ShardedFront):
     """The state of `compress_fsdp` with `mesh`; the model's hooks hold it."""
 
-    _owner, _closed_text = "compress_fsdp", "this FSDPState is closed: call compress_fsdp again"
+    _closed_text = "this FSDPState is closed: call compress_fsdp again"
 
     @torch.inference_mode(False)  # a step changes what is made here
     def __init__(self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None) -> None:
+        super().__init__()
         self._options = options
         group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
         self._group: dist.ProcessGroup = group
-        self._shards, self._frozen = list[Shards](), list[Shards]()
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._excluded: frozenset[str] = frozenset()
+        self._frozen = list[Shards]()
         self._submitted: list[_Submitted] = []
         #: Means of steps that ended before the pass did, and the parameters to whose gradients they were added.
         self._earlier: list[tuple[Means, Set[str]]] = []
@@ -81,7 +76,7 @@ class FSDPState(BackwardFront):
             problem = error
         self._keep(options.strategy)
         self._discarded = DiscardedMeans(self._feedback)
-        session = self._meet(
+        session = self._meet_to_reduce(
             problem, clean=True, numel=sum(shards.numel for shards in self._shards),
             speaks=all(dist.get_rank(shards.process_group) == 0 for shards in self._shards),
             fallback=options.fallback, probes=options.exchange == "auto",
@@ -93,8 +88,7 @@ class FSDPState(BackwardFront):
         for shards in self._frozen:  # if they are trained later on, nothing reduces them among the replicas
             shards.watch()
         direct.install(self._shards)
-        self._by_hand = ByHand(model, lambda: self._ended(self._open), self._raised)
-        expect_optimizer(self, self._parameters.values(), type(self)._check_optimizer)
+        self._observe(model)
 
     def __repr__(self) -> str:
         shards = f"{len(self._parameters)} parameters' shards"
@@ -161,9 +155,9 @@ class FSDPState(BackwardFront):
             self._ended(step)
 
     @undivided
-    def _ended(self, step: Step | None, again: bool = False) -> None:
+    def _ended(self, step: Step, again: bool = False) -> None:
         """End a step: the pass is over, or `again`: the next gradients are of a module that is in this step already."""
-        if step is None or step is not self._open or self._reducer is None:
+        if step is not self._open or self._reducer is None:
             return
         self._close_step(step, self._reducer)
         pipeline, submitted = self._reducer.session.pipeline, self._submitted
@@ -209,17 +203,12 @@ class FSDPState(BackwardFront):
         if interruption is not None:
             raise_at_end(interruption)
 
-    def _raised(self) -> None:
-        """A pass that is finalized by hand has raised."""
-        if self._open is not None:
-            self._discard(self._open)
-
     def _dropped(self) -> None:
         for part in self._submitted:
             part.shards.held = frozenset()
         self._submitted.clear()
         earlier, self._earlier = self._earlier, []
-        pipeline = self._running().session.pipeline if self._reducer is not None else None
+        pipeline = self._session.pipeline if self._reducer is not None else None
         if earlier and pipeline is not None and not pipeline.failed:
             pipeline.submit(partial(self._return, earlier)).wait()
 
@@ -273,11 +262,6 @@ class FSDPState(BackwardFront):
     def _made_buckets(self) -> Iterable[Bucket]:
         return [shards.made_bucket for shards in self._shards if shards.made_bucket is not None]
 
-    @property
-    def _checkpoint(self) -> ShardedCheckpoint:
-        idle = frozenset[str]() if self._options.keeps_all else self._excluded
-        return ShardedCheckpoint(self._options, self._feedback, self._shards, self._step, idle)
-
     # -- what must be right ------------------------------------------------------------------------------------------
 
     def _find(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -292,25 +276,23 @@ class FSDPState(BackwardFront):
                 f"mesh has {mesh.ndim} dimensions, {dimensions}: pass the one over which shards are replicated, as in "
                 'compress_fsdp(…, mesh=mesh["replicate"])'
             )
-        self._shards, self._frozen = find_shards(model, "set_all_reduce_hook", self._group.size())
-        for shards in self._shards:
+        found, self._frozen = find_shards(model, "set_all_reduce_hook", self._group.size())
+        for shards in found:
             hook, comm = shards.group._all_reduce_hook, getattr(shards.group, "_reduce_scatter_comm", None)
             if hook is not None and hook is not _closed:
                 raise ValueError(f"module {shards.module!r} has an all-reduce hook already: a model takes one")
             if type(comm).__module__ == _SCATTER:
                 raise ValueError(f"module {shards.module!r} has a compressed reduce-scatter: close() that state first")
-        self._device = self._shards[0].group.device
-        self._parameters = {n: p.sharded_param for shards in self._shards for n, p in shards.parameters.items()}
+        self._found(found)
 
     def _description(self) -> dict[str, Any]:
         first = self._shards[0]
-        reduced = [f"{shards.module}: {shards.dtype}, shard {shards.rank} of {shards.size}" for shards in self._shards]
-        return {
-            **super()._description(),
-            "shard": f"{first.rank} of {first.size}",
-            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "FSDP's reductions": reduced,
-        }
+        return {"shard": f"{first.rank} of {first.size}", **super()._description()}
+
+    def _reductions(self) -> list[str]:
+        return [
+            f"{line}, shard {s.rank} of {s.size}" for line, s in zip(super()._reductions(), self._shards, strict=True)
+        ]
 
 
 def _closed(output: Tensor) -> None:

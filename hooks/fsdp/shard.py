@@ -10,11 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ... import __version__
 from ...compress.feedback.base import RESIDUAL
-from ...compress.feedback.store import FeedbackStore
 from ..auto.planner import Choice, Plan
-from ..comm import handshake
 from ..comm.between_steps import between_steps, undivided
 from ..comm.pieces import Started, overlap
 from ..comm.ports import saved_by
@@ -22,14 +19,12 @@ from ..comm.untraced import untraced
 from ..core.bucket import clock
 from ..core.checkpoint import MEAN
 from ..core.options import Exclude, excluded_names
+from ..core.reducer import Step
 from ..core.report import report, tell
 from ..core.session import Session
-from ..core.statistics import Counted, Statistics
-from ..training.autograd_end import AtEnd, in_backward
-from ..training.optimizer_checks import expect_optimizer
+from ..core.statistics import Statistics
 from .arithmetic import divide_factor, post_divide
-from .checkpoint import ShardedCheckpoint
-from .manual import ByHand
+from .front import ShardedFront
 from .megatron import times_mean
 from .options import ScatterOptions
 from .shard_rows import Unsharded
@@ -43,43 +38,35 @@ UNEQUAL = (
 
 # It does not use the Reducer, which gives every rank the mean of a whole bucket: FSDP waits in each call for this
 # rank's row alone, on its own stream, so that a pipeline, plans and futures would add steps and save none.
-class ScatterState(Counted):
+class ScatterState(ShardedFront):
     """The state of `compress_fsdp` without `mesh`: gradients are compressed on their way to the owners of the shards.
 
     Its residual is of this rank's unsharded gradients, in float32: four bytes for each element of the whole model.
     Stochastic codecs (`QSGD()`, `TernGrad()`) need none.
     """
 
-    _in_step = in_backward
-
     @torch.inference_mode(False)  # a step changes what is made here
     def __init__(self, model: nn.Module, options: ScatterOptions, exclude: Exclude | None) -> None:
-        self._options = options
-        self._shards: list[Shards] = []
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._excluded: frozenset[str] = frozenset()
-        self._open: dict[int, Unsharded] | None = None
-        self._step, self._closed = 0, False
-        self._statistics = Statistics()
+        super().__init__()
+        self._options, self._group, self._statistics = options, dist.group.WORLD, Statistics()
+        #: The parts of the pass in progress, by index.
+        self._reduced: dict[int, Unsharded] = {}
+        self._closed = False
         self._counted = 0, 0  # float32's bytes and the bytes sent, as of the begin of a pass
         self._told: Choice | None = None  # the choice of the last line (`core.report`)
-        device, group, problem = torch.device("cpu"), dist.group.WORLD, None
+        problem: Exception | None = None
         try:
-            self._shards, _ = find_shards(model, "set_custom_reduce_scatter", replicas=1)
-            device = self._shards[0].group.device
-            group = self._shards[0].process_group
+            self._found(find_shards(model, "set_custom_reduce_scatter", replicas=1)[0])
+            self._group = self._shards[0].process_group
             _check_comms(self._shards)
-            self._parameters = {n: p.sharded_param for shards in self._shards for n, p in shards.parameters.items()}
             options.check(self._shards[0].size)
             self._excluded = excluded_names(exclude, self._parameters)
-            options.prepare(0, (shards.dtype for shards in self._shards), device)
+            options.prepare(0, (shards.dtype for shards in self._shards), self._device)
         except Exception as error:  # the other ranks must hear of any error
             problem = error
-        self._feedback = FeedbackStore(options.strategy)
-        self._session = Session(
-            "compress_fsdp", group, device, self._description, problem, entropy_coding=options.entropy_coding
-        )
-        ranks = self._session.group
+        self._keep(options.strategy)
+        self._met = self._meet(problem, entropy_coding=options.entropy_coding)
+        ranks, device = self._met.group, self._device
         self._parts = [Unsharded(shards, self._excluded, ranks, self._feedback) for shards in self._shards]
         for part in self._parts:
             part.clock = clock(self._statistics.seconds, part.shards.index, device)
@@ -88,26 +75,23 @@ class ScatterState(Counted):
                 part.shards.replace_reduce_scatter(comm)
             else:  # FSDP then reduces nothing
                 part.shards.attach(partial(self._alone, part))
-        self._by_hand = ByHand(model, self._ended, self._raised)
+        self._observe(model)
         #: On a GPU: the stream on which FSDP reduces.
         self._stream: torch.cuda.Stream | None = None
         self._bad = torch.zeros(2, dtype=torch.int64, device=device)  # records not finite, and steps with such records
         self._unequal = _Unequal(device)
-        expect_optimizer(self, self._parameters.values(), type(self)._check_optimizer)
 
     def __repr__(self) -> str:
         return f"<ScatterState of {len(self._parameters)} parameters: {self._options.codec_text}, step {self._step}>"
 
     @property
-    def step(self) -> int:
-        """Number of backward passes so far that exchanged gradients."""
-        return self._step
+    def _session(self) -> Session:
+        return self._met
 
-    def statistics(self) -> Statistics:
-        """This rank's counts so far; call it between steps. Waits for the device."""
+    def _flush(self) -> None:
+        """Wait for the device's counts."""
         self._statistics.skipped_entries = int(self._status()[0])
         self._statistics.nonfinite_steps = int(self._bad[1])
-        return self._statistics.copied()
 
     @between_steps
     def close(self) -> None:
@@ -129,7 +113,7 @@ class ScatterState(Counted):
         if output.is_cuda:
             self._stream = torch.cuda.current_stream(output.device)
         times = times_mean(op, part.ranks, 1.0 / divide_factor(part.shards.group))
-        outside = self._begin(part)
+        outside = self._begin_part(part)
         part.use_contribution(times / part.ranks / post_divide(part.shards.group, output.dtype))
         choice, statistics = self._options.choice(self._step), self._statistics
         statistics.elements += output.numel() * part.ranks
@@ -147,7 +131,7 @@ class ScatterState(Counted):
             at = "" if exchange.heads.is_cuda else self._step  # on a GPU it would be copied there in every step
             exchange.say(f"{at} {choice.digest} {used}")
             try:
-                with self._session.group.failing_together():
+                with self._met.group.failing_together():
                     drive_timed(part.reduce(output, grads, times, self._step), part.clock)
                     self._unequal.look(exchange.unequal())
             except Exception as error:
@@ -158,42 +142,42 @@ class ScatterState(Counted):
             statistics.bytes_received += exchange.bytes_received - received_less
             statistics.decisions[part.shards.index] = f"{choice.exchange} of {choice.codec}"
         if outside:
-            self._ended()
+            self._finalized()
 
     @undivided
     def _alone(self, part: Unsharded, shards: Shards, output: Tensor) -> None:
         """Reduce on a single rank, without compression; residuals of a checkpoint are added."""
-        outside = self._begin(part)
+        outside = self._begin_part(part)
         part.use_contribution(1.0 / post_divide(shards.group, output.dtype))
         part.flush(output)
         if outside:
-            self._ended()
+            self._finalized()
 
-    def _begin(self, part: Unsharded) -> bool:
+    def _begin_part(self, part: Unsharded) -> bool:
         """Begin a part of a pass, and the pass with its first part. Returns True if no backward pass runs."""
         outside = False
         if self._open is None:
             self._unequal.check()
-            self._announce_step()
-            self._open = {}
+            self._open = self._announced()
             self._counted = self._statistics.dense_bytes, self._statistics.bytes_sent
-            self._session.begin()
-            outside = not self._by_hand.active and not AtEnd(self._ended, self._raised).queue()
-        if part.shards.index in self._open:
+            self._met.begin()
+            outside = not self._by_hand.active and not self._queue_end(self._open)
+        if part.shards.index in self._reduced:
             self._follow_stream()
             part.reduced_again()
-        self._open[part.shards.index] = part
+        self._reduced[part.shards.index] = part
         return outside
 
-    def _announce_step(self) -> None:
+    def _announced(self) -> Step:
         """Compare the pass with those of the other ranks, before any message that these would not expect."""
-        choice, past = self._options.choice(self._step), self._session.history()
+        step = Step(self._step, self._options.choice(self._step), self._met.history())
         try:
-            with self._session.group.failing_together():
-                self._session.announce(self._step, choice, past)
-                self._session.compare(choice, past)
+            with self._met.group.failing_together():
+                self._met.announce(step.number, step.choice, step.history)
+                self._met.compare(step.choice, step.history)
         except Exception as error:
-            raise RuntimeError(f"gradwire: {error} [step {self._step}, {choice.codec}]") from error
+            raise RuntimeError(f"gradwire: {error} [step {step.number}, {step.choice.codec}]") from error
+        return step
 
     def _follow_stream(self) -> None:
         """On a GPU: later kernels on the current stream run after those of the pass."""
@@ -201,19 +185,19 @@ class ScatterState(Counted):
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     @undivided
-    def _ended(self) -> None:
-        if self._open is None:
+    def _ended(self, step: Step) -> None:
+        if step is not self._open:
             return
-        for part in self._open.values():
+        for part in self._reduced.values():
             part.means_before = None
-        self._open, choice = None, self._options.choice(self._step)
+        self._reduced.clear()
+        self._open, self._step = None, step.number + 1
         self._follow_stream()
-        self._session.post_receives()
-        self._session.end()
-        self._step += 1
+        self._met.post_receives()
+        self._met.end()
         self._statistics.steps += 1
-        if self._told is not choice and self._session.group.rank == 0:
-            self._tell(choice)
+        if self._told is not step.choice and self._met.group.rank == 0:
+            self._tell(step.choice)
         bad = self._status()[1]
         self._bad[1] += bad > self._bad[0]
         self._bad[0] = bad
@@ -221,21 +205,19 @@ class ScatterState(Counted):
     def _tell(self, choice: Choice) -> None:
         """Say what is sent from this step on."""
         self._told, statistics = choice, self._statistics
-        if self._session.group.size == 1:
+        if self._met.group.size == 1:
             tell(statistics, "one rank: nothing is sent")
             return
         dense, sent = statistics.dense_bytes - self._counted[0], statistics.bytes_sent - self._counted[1]
         report(statistics, choice, [Plan(choice.codec, choice.exchange, choice.feedback)], (dense, sent))
 
-    @undivided
-    def _raised(self) -> None:
-        """Return the means of a pass that has raised, except those that an optimizer has applied within backward."""
-        parts, self._open = self._open or {}, None
-        self._step += bool(parts)
+    def _dropped(self) -> None:
+        """Return the means of the pass, except those that an optimizer has applied within backward."""
         self._follow_stream()
-        for part in parts.values():
+        for part in self._reduced.values():
             if not part.shards.hooked:
                 part.put_back()
+        self._reduced.clear()
 
     def _status(self) -> Tensor:
         return torch.stack([part.status for part in self._parts]).sum(0)
@@ -254,7 +236,7 @@ class ScatterState(Counted):
             ValueError: another rank is in another call, or at another step; on every rank alike.
             RuntimeError: another rank did not come within 60 s.
         """
-        self._session.agree("state_dict()", self._step)
+        self._met.agree("state_dict()", self._step)
         mine, checkpoint = self._feedback.by_name(), self._checkpoint
         found: dict[str, Tensor] = {}
 
@@ -286,25 +268,12 @@ class ScatterState(Counted):
             part.contribution = part.usual_contribution()
             part.forget()
         rows = {name: parts[name].from_outstanding(x) for name, x in vectors.get(RESIDUAL, {}).items()}
-        self._feedback.load({RESIDUAL: rows})
-        self._step, self._options.seed = saved["step"], saved["seed"]
-        self._session.loaded(self._options.seed)
-
-    @property
-    def _checkpoint(self) -> ShardedCheckpoint:
-        return ShardedCheckpoint(self._options, self._feedback, self._shards, self._step, self._excluded)
+        self._resume(saved, {RESIDUAL: rows})
+        self._met.loaded(self._options.seed)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._closed:
             self._options.check_optimizer(optimizer)
-
-    def _description(self) -> dict[str, Any]:
-        return {
-            "version": __version__,
-            **self._options.describe(self._shards[0].size),
-            "the model's parameters": handshake.describe_model(self._parameters, self._excluded),
-            "FSDP's reductions": [f"{shards.module}: {shards.dtype}" for shards in self._shards],
-        }
 
 
 class _ReduceScatter:

@@ -137,6 +137,6 @@ def modern(former: dict[str, Any], **arguments: Any) -> dict[str, Any]:
         warnings.warn(
             f"LocalUpdates({name}=…) becomes {place}={type(given).__name__}({field}=…) and will go in the next release",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=4,  # past the constructor and its decorator
         )
     return arguments

@@ -16,10 +16,11 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from ..comm.between_steps import between_steps, undivided
 from ..comm.untraced import untraced
+from ..core.front import Front
 from ..core.report import tell
 from ..core.session import Session
-from ..core.statistics import Counted, Statistics, fewer
-from ..training.autograd_end import AtEnd, current_pass, in_backward, raise_at_end, waited
+from ..core.statistics import Statistics, fewer
+from ..training.autograd_end import AtEnd, current_pass, in_backward, raise_at_end
 from ..training.weak_method import weakly
 from .layer import Call, Factors, Layer
 from .linear import FactorLinear, owners
@@ -29,7 +30,7 @@ from .selection import chosen_modules, describe
 _of_model: weakref.WeakKeyDictionary[nn.Module, SufficientFactors] = weakref.WeakKeyDictionary()
 
 
-class SufficientFactors(Counted):
+class SufficientFactors(Front):
     """Exchanges gradients of linear layers' weights as their factors, exactly (Poseidon, Zhang et al., ATC 2017).
 
     The gradient of a weight [out, in] over b samples is dyᵀ x, of the output's gradient [b, out] and the input [b, in].
@@ -41,6 +42,8 @@ class SufficientFactors(Counted):
     communication hook or none. The weights of the first rank become everybody's, as in DDP. Under DDP passes in
     `no_sync()` exchange nothing; without DDP use the method of that name here. `weight.grad` holds the mean when
     backward returns. Constructing it is a collective.
+
+    `statistics().decisions` has the last exchange of each weight, from the model's last layer to its first.
 
     Args:
         model: the model, not wrapped.
@@ -54,7 +57,7 @@ class SufficientFactors(Counted):
         RuntimeError: torch.distributed is not initialised, or a rank did not arrive within 60 s.
     """
 
-    _in_step = in_backward
+    _owner, _in_step = "SufficientFactors", in_backward
 
     @torch.inference_mode(False)  # a step changes what is made here
     def __init__(
@@ -86,10 +89,10 @@ class SufficientFactors(Counted):
             chosen = chosen_modules(model, modules, rows, dist.get_world_size(group))
         except (TypeError, ValueError) as error:  # the other ranks must hear of it
             problem = error
-        told = partial(describe, chosen, self._device)
-        self._session = Session("SufficientFactors", group, self._device, told, problem, given=process_group)
-        self._pipeline, self._statistics = self._session.pipeline, Statistics()
-        self._syncs, self._under_ddp, self._step, self._open = True, False, 0, False
+        self._described = {} if problem else describe(chosen, self._device)
+        self._group, self._statistics = group, Statistics()
+        self._met = self._meet(problem, given=process_group)
+        self._syncs, self._under_ddp, self._open = True, False, False
         self._kept: dict[Layer, None] = {}
         #: In the order in which backward is likely to reach them, which all ranks must start them in.
         self._layers: list[Layer] = []
@@ -97,8 +100,8 @@ class SufficientFactors(Counted):
         self._handles: list[Any] = []
         for name, module in reversed(chosen.items()):
             weight: Any = module.weight
-            layer = Layer(f"{name}.weight".removeprefix("."), weight, self._session)
-            dist.broadcast(weight.detach(), self._session.group.ranks[0], group)
+            layer = Layer(f"{name}.weight".removeprefix("."), weight, self._met)
+            dist.broadcast(weight.detach(), self._met.group.ranks[0], group)
             # By number: the hook of a weight that led back to the weight would keep it for ever.
             refuse = partial(weakly(self._refuse), len(self._layers))
             self._handles.append(weight.register_post_accumulate_grad_hook(refuse))
@@ -114,10 +117,12 @@ class SufficientFactors(Counted):
     def __repr__(self) -> str:
         return f"<SufficientFactors of {', '.join(layer.name for layer in reversed(self._layers))}, step {self._step}>"
 
-    def statistics(self) -> Statistics:
-        """This rank's counts so far; call it between steps. `decisions` has the last exchange of each weight, from the
-        model's last layer to its first."""
-        return self._statistics.copied()
+    @property
+    def _session(self) -> Session:
+        return self._met
+
+    def _description(self) -> dict[str, Any]:
+        return self._described
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -144,8 +149,8 @@ class SufficientFactors(Counted):
             kept: Any = [name for name in before if name.removeprefix(".") not in ignored]
             model._ddp_params_and_buffers_to_ignore = kept
             del _of_model[model]
-        self._pipeline.flush()
-        self._pipeline.end()
+        self._met.pipeline.flush()
+        self._met.pipeline.end()
 
     @staticmethod
     def _ignore(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
@@ -183,7 +188,7 @@ class SufficientFactors(Counted):
             if self._kept:
                 raise RuntimeError("one backward pass over forward passes inside and outside of no_sync()")
             self._open = AtEnd(self._ended, self._raised).queue()
-            self._session.begin()
+            self._met.begin()
             for layer in self._layers:
                 if layer.weight.device != self._device:
                     raise RuntimeError(
@@ -216,12 +221,12 @@ class SufficientFactors(Counted):
     def _start(self, layer: Layer, raised: bool = False) -> None:
         self._started += 1
         stages = layer.reduce(self._step, layer.contribution(raised))
-        layer.future = self._pipeline.start(stages)
+        layer.future = self._met.pipeline.start(stages)
 
     def _end_step(self, raised: bool) -> None:
         for layer in self._layers[self._started :]:
             self._start(layer, raised)
-        self._pipeline.submit(self._post_receives)
+        self._met.pipeline.submit(self._post_receives)
         self._started, self._open = 0, False
         self._step += 1
 
@@ -230,7 +235,7 @@ class SufficientFactors(Counted):
         """At the end of a pass: wait for the means, and put them into place."""
         self._end_step(raised=False)
         try:
-            interruption = waited(self._pipeline.wait, lambda _: self._pipeline.failed)
+            interruption = self._await_means()
         except Exception as error:
             raise RuntimeError(f"gradwire: {error} [step {self._step - 1}, SufficientFactors]") from error
         lost = next((layer for layer in self._layers if layer.lost is not None), None)
@@ -251,7 +256,7 @@ class SufficientFactors(Counted):
             statistics.decisions[number] = layer.how
             layer.apply()
         statistics.steps += 1
-        if statistics.told is None and self._session.group.rank == 0:
+        if statistics.told is None and self._met.group.rank == 0:
             hows = ", ".join(sorted({layer.how.partition(":")[0] for layer in self._layers}))
             less, count = fewer(statistics.dense_bytes, statistics.bytes_sent), len(self._layers)
             tell(statistics, f"SufficientFactors sends {hows} of {count} layer{'s' * (count > 1)}{less}")
@@ -278,7 +283,7 @@ class SufficientFactors(Counted):
         """On the pipeline: all messages of the step have arrived."""
         for layer in self._layers:
             layer.post_receives()
-        self._session.end()
+        self._met.end()
 
     @untraced
     def _refuse(self, number: int, weight: Tensor) -> None:

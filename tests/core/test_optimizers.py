@@ -136,7 +136,7 @@ def test_what_is_recommended_can_be_made(rank: int) -> None:
         updates.step()
     rounds = updates.rounds
     updates.synchronise()
-    same = len(set(updates._runner.running.session.control.all_gather_object(digest(model.parameters())))) == 1
+    same = len(set(updates._running().session.control.all_gather_object(digest(model.parameters())))) == 1
     updates.close()
     assert (rounds, same) == (2, True)
 

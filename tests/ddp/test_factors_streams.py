@@ -12,6 +12,7 @@ import pytest
 import torch
 from gradwire import SufficientFactors
 from gradwire.hooks.comm.pipeline import Scheduler
+from gradwire.hooks.core import front
 from gradwire.hooks.sufficient_factors import gradients, selection
 from gradwire.hooks.sufficient_factors.layer import Layer
 from nccl_on_cpu import DEVICE, GpuTensor, Schedule, World, on_gpu, read
@@ -173,7 +174,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[Schedule], World]:
     )
     fake.get_world_size = lambda group: 2
     monkeypatch.setattr(gradients, "dist", fake)
-    monkeypatch.setattr(gradients, "Session", session)
+    monkeypatch.setattr(front, "Session", session)
+    monkeypatch.setattr(gradients, "describe", lambda *_: {})
     monkeypatch.setattr(selection, "check_whole", lambda *_: None)
     return make
 

@@ -21,16 +21,17 @@ def after_a_pass(world: World, raised: bool) -> list[list[int]]:
     )
     session = SimpleNamespace(post_receives=list, end=list, group=SimpleNamespace(rank=1))
     state: Any = object.__new__(ScatterState)
+    step: Any = SimpleNamespace(number=0, choice=None)
     state.__dict__ |= {
-        "_open": {0: part}, "_parts": [part], "_step": 0, "_bad": on_gpu(torch.zeros(2, dtype=torch.int64)),
-        "_options": SimpleNamespace(choice=lambda step: None), "_session": session, "_statistics": Statistics(),
-        "_told": None, "_stream": torch.cuda.Stream(),
+        "_open": step, "_reduced": {0: part}, "_parts": [part], "_step": 0, "_met": session,
+        "_bad": on_gpu(torch.zeros(2, dtype=torch.int64)), "_statistics": Statistics(), "_told": None,
+        "_stream": torch.cuda.Stream(),
     }  # fmt: skip
     state._stream.device = DEVICE
     with torch.cuda.stream(state._stream):
         for made in (status, mean):
             made.add_(3)
-    (state._raised if raised else state._ended)()
+    (state._discard if raised else state._ended)(step)
     results: list[Tensor] = [state._bad, kept]
     return [read(x).tolist() for x in results]
 

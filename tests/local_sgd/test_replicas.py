@@ -182,8 +182,8 @@ class Replica:
     @property
     def tie(self) -> Replicas:
         assert self.updates is not None
-        assert self.updates._runner.replicas is not None
-        return self.updates._runner.replicas
+        assert self.updates._replicas is not None
+        return self.updates._replicas
 
     @property
     def place(self) -> int:
@@ -403,12 +403,11 @@ def test_only_steps_that_no_round_has_counted_are_lost() -> None:
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         updates = LocalUpdates(model, optimizer, Identity(), every=4, meeting=point.address)
-        runner: Any = updates._runner
-        tie = runner.replicas
+        tie: Any = updates._replicas
 
         def take_over() -> int:
             healed = Healed([flat.clone() for flat in tie.state._moving], [], [], [])
-            runner.follow(Arrival(tie.view, tie._born, tie._name, "lost", healed, Progress(100, 21)))
+            updates._follow(Arrival(tie.view, tie._born, tie._name, "lost", healed, Progress(100, 21)))
             lost: int = tie.statistics.own_steps_lost
             return lost
 

@@ -52,8 +52,8 @@ class Ledger:
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        runner: Any = self.updates._runner
-        send, apply, follow = runner._send, runner.apply, runner.follow
+        updates: Any = self.updates
+        send, apply, follow = updates._send, updates._apply, updates._follow
         self._pending: Any = None
         self._last_kept: dict[int, np.ndarray] = {}
 
@@ -61,9 +61,9 @@ class Ledger:
             #: A newcomer's or straggler's state may be replaced in there, so this is taken when it has been sent.
             done = send(sent)
             if done:
-                view = runner.replicas.view
+                view = updates._replicas.view
                 parts = list(sent.globals)
-                self._pending = (parts, view.number, len(view.members), runner.number, runner.replicas._name)
+                self._pending = (parts, view.number, len(view.members), updates._step, updates._replicas._name)
             return done
 
         def taking(shared: GlobalParameters, difference: Any) -> Any:
@@ -86,17 +86,17 @@ class Ledger:
         self._given: dict[int, np.ndarray] = {}
         self._before: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._means: dict[int, np.ndarray] = {}
-        for shared in runner.every:
+        for shared in updates._every:
             shared.move = moving(shared, shared.move)
             shared.difference = taking(shared, shared.difference)
             shared.difference_again = taking(shared, shared.difference_again)
 
         def applying(*args: Any) -> None:
-            name = runner.replicas._name
+            name = updates._replicas._name
             try:
                 apply(*args)
             finally:
-                after = runner.replicas._name
+                after = updates._replicas._name
                 if self._pending is not None and after == (self._pending[1], self._pending[3]) != name:
                     self._write(moved=True)
                 self._pending = None
@@ -108,15 +108,15 @@ class Ledger:
             if arrival.ending == "counted" or arrival.healed is not None:
                 self._pending = None
 
-        runner._send, runner.apply, runner.follow = sending, applying, following
+        updates._send, updates._apply, updates._follow = sending, applying, following
 
     def detach(self) -> None:
         """Let go of the parameters, which would keep the `LocalUpdates`."""
-        for shared in self.updates._runner.every:
+        for shared in self.updates._every:
             del shared.difference, shared.difference_again, shared.move
 
     def _kept(self, shared: GlobalParameters) -> np.ndarray:
-        named = self.updates._runner._feedback.by_name()
+        named = self.updates._feedback.by_name()
         zero = {slot.name: torch.zeros(slot.shape) for slot in shared.slots}
         return np.concatenate([named.get(s.name, zero[s.name]).double().flatten().numpy() for s in shared.slots])
 
@@ -126,7 +126,7 @@ class Ledger:
         last = self._last_kept.get(shared.bucket.index)
         if last is None:
             return
-        strategy: Any = self.updates._runner._feedback.strategy
+        strategy: Any = self.updates._feedback.strategy
         narrow = getattr(strategy, "dtype", torch.float32) != torch.float32
         slack = float(np.abs(last).max(initial=0.0)) / 254 if narrow else 1e-6  # of int8; of bfloat16 less
         if not np.allclose(last, self._kept(shared), rtol=1e-5, atol=slack):
@@ -136,9 +136,9 @@ class Ledger:
         """All entries of one that is about to be killed, with the round that it has sent, which others may complete."""
         if self._pending is None:
             return self.entries
-        runner: Any = self.updates._runner
+        updates: Any = self.updates
         _, view, _, number, _ = self._pending
-        if runner.replicas._name == (view, number):
+        if updates._replicas._name == (view, number):
             return [*self.entries, self._entry(moved=True)]
         return [*self.entries, replace(self._entry(moved=False), digest=None)]
 
@@ -167,7 +167,7 @@ class Ledger:
 def state_digest(updates: LocalUpdates) -> str:
     """Of the global parameters and their momentum."""
     found = hashlib.blake2b(digest_size=8)
-    for shared in updates._runner.every:
+    for shared in updates._every:
         for flat in (shared.values, shared.momentum):
             if flat is not None:
                 found.update(flat.numpy().tobytes())
