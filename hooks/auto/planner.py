@@ -152,8 +152,8 @@ class Planner:
         self._flat, self._nodes = calibrated(self.topology, self.device, again=True)
 
     def knows(self, choice: Choice) -> bool:
-        """True if `plan` needs no collective any more."""
-        return choice.exchange != "auto" or self.topology.all.size == 1 or self._key(choice) in self._speeds
+        """True if `plan` of a choice by "auto" needs no collective any more."""
+        return self.topology.all.size == 1 or self._key(choice) in self._speeds
 
     def learn(self, choice: Choice, numel: int) -> None:
         """Measure the speed of the choice's codecs, for `plan`. A collective.

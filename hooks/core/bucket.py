@@ -122,7 +122,8 @@ class Bucket:
         #: The draws' step numbers; None where nobody reads them.
         self.steps = draws[:, 1] if reads else None
         self.kept = None  # owners' slices depend on the exchange
-        self.seen = [0, 0]  # the exchange's counts as of the last step
+        self.counts = exchange.counts()
+        self.seen = [0, 0]  # their sum as of the last step
 
     def follow(self, plan: Plan, planner: Planner, seed: int) -> None:
         """Reduce by the exchange of this plan from now on."""

@@ -63,25 +63,27 @@ class StepCounters:
     step: Step
     sparse_finite: bool
     seen: list[tuple[list[int], int]]
-    reading: Readback
+    #: On a GPU under way.
+    numbers: Readback | Tensor
 
     @classmethod
     def of(cls, step: Step, memory: Tensor | None) -> StepCounters:
         """Start to read back. `memory` is `Readback`'s."""
         buckets = [bucket for bucket, _ in step.reduced]
-        counts = [bucket.exchange.counts() for bucket in buckets]
-        rows = [row for found in counts for row in found]
+        rows = [row for bucket in buckets for row in bucket.counts]
         overflows = [bucket.overflow.long() for bucket in buckets if bucket.overflow is not None]
         if overflows:
             rows.append(torch.stack(overflows).sum().expand(2))
         numbers = torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64, device="cpu")
         finite = all(gradient.finite for gradient in step.sparse)
-        seen = [(bucket.seen, len(found)) for bucket, found in zip(buckets, counts, strict=True)]
-        return cls(step, finite, seen, Readback(numbers, memory))
+        seen = [(bucket.seen, len(bucket.counts)) for bucket in buckets]
+        return cls(step, finite, seen, Readback(numbers, memory) if numbers.is_cuda else numbers)
 
     def read(self) -> tuple[int, bool]:
         """The number of entries skipped, and True if anything was not finite. Called once."""
-        numbers, skipped, broken, first = self.reading.read(), 0, 0, 0
+        numbers: list[list[int]]
+        numbers = self.numbers.read() if isinstance(self.numbers, Readback) else self.numbers.tolist()
+        skipped, broken, first = 0, 0, 0
         for seen, length in self.seen:
             now = [sum(column) for column in zip(*numbers[first : first + length], strict=True)]
             skipped, broken = skipped + now[0] - seen[0], broken + now[1] - seen[1]
@@ -166,7 +168,8 @@ class Reducer:
         self._feedback, self._scaler_sync, self._statistics = feedback, scaler_sync, statistics
         timed = session.pipeline.threaded or session.planner.device.type == "cuda"
         self.controller = Controller(session.planner, timed, session.averaged)
-        self._skips = scaler_sync.skips
+        #: True if a scaler can skip steps.
+        self.skips = scaler_sync.skips
         self._speaks = speaks and session.group.rank == 0
         #: True if a plan has been made in this step.
         self._decided = False
@@ -256,14 +259,16 @@ class Reducer:
             saves: number of times that this rank has saved its part of the state.
             scaling: the loss scaler's state, as far as this rank knows.
         """
-        pipeline, planner = self.session.pipeline, self.session.planner
+        pipeline, asks = self.session.pipeline, self.skips and self._scaler_sync.asks(step)
         stages = self._announce_step(step, bucket, saves, scaling)
-        if self._scaler_sync.asks(step) or not planner.knows(
-            step.choice
-        ):  # the step depends on the announcements of the other ranks
+        if asks or self._must_learn(step.choice):  # the step depends on the announcements of the other ranks
             pipeline.submit(partial(drive, stages))
         else:
             pipeline.start(stages, clock=self._clock(bucket))
+
+    def _must_learn(self, choice: Choice) -> bool:
+        """True if the choice's plans need a measurement, which is a collective."""
+        return choice.exchange == "auto" and not self.session.planner.knows(choice)
 
     def sparse_gradient(self, index: int, name: str, parameter: Tensor) -> SparseGradient:
         """Make the argument of `reduce` for a parameter with sparse gradients. All ranks must, equally often."""
@@ -341,7 +346,7 @@ class Reducer:
         """Compare the step, while its first buckets may be in flight: messages of unequal steps have no common tag."""
         left_early, self._left_early = self._left_early, False
         try:
-            if self._skips:
+            if self.skips:
                 self._read_counts()
             # Ranks on the dense path announce nothing: the wait for them must end.
             patience = HANDSHAKE_TIMEOUT if left_early else None
@@ -349,10 +354,10 @@ class Reducer:
                 step.number, step.choice, step.history, saves=saves, scaling=scaling, patience=patience,
                 drift=self.controller.changed, joined=not step.own,
             )  # fmt: skip
-            if not self._scaler_sync.follow(self.session, step, scaling):
+            if not (self.skips and self._scaler_sync.follow(self.session, step, scaling)):
                 yield self.session.announced
                 self.session.compare(step.choice, step.history)
-            if not self.session.planner.knows(step.choice):
+            if self._must_learn(step.choice):
                 # Measuring is a collective, and all ranks are known to use this codec now.
                 self.session.planner.learn(step.choice, max(1, self._numel))
         except Exception as error:
@@ -381,7 +386,7 @@ class Reducer:
             if choice.exchange == "auto" and self._counts_union(choice, number):
                 union = bucket.exchange.union_of(buffer if bucket.packed is None else bucket.packed)
                 bucket.counting = None if union is None else Readback(union.view(1, 1))
-            if self._skips:
+            if self.skips:
                 bucket.overflow = ~all_finite(buffer)
             step.reduced.append((bucket, buffer))
             self._count(bucket)
@@ -448,7 +453,7 @@ class Reducer:
             self._read_counts()
             self._counts = StepCounters.of(step, self._counted)
             if any(bucket.device.type == "cuda" for bucket in buckets):
-                step.learn = self._read_counts if self._skips else None
+                step.learn = self._read_counts if self.skips else None
             else:
                 self._read_counts()
             self._statistics.steps += 1
@@ -494,10 +499,10 @@ class Reducer:
         if counts is None:
             return
         skipped, not_finite = counts.read()
-        self._counted = counts.reading.memory
+        self._counted = counts.numbers.memory if isinstance(counts.numbers, Readback) else None
         self._statistics.skipped_entries += skipped
         self._statistics.nonfinite_steps += not_finite
-        counts.step.undone = self._scaler_sync.ended(not_finite)
+        counts.step.undone = self.skips and self._scaler_sync.ended(not_finite)
 
     @staticmethod
     def _served(step: Step) -> list[tuple[int, int, Plan]]:

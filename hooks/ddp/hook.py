@@ -602,7 +602,7 @@ class CompressState(BackwardFront):
             step.own = self._queue_end(step)
             # In DDP.join, which reads from the device at every step, ranks that have joined must hear of the scale.
             joins, step.of_present = join_mode(self._ddp())
-            scaling = self._scaler_sync.loss_scale.scaling(read=joins) if step.own else None
+            scaling = self._scaler_sync.loss_scale.scaling(read=joins) if reducer.skips and step.own else None
             reducer.announce_step(step, bucket, self._saves, scaling)
         future = reducer.reduce(step, bucket, buffer)
         if self.overlap is not None:

@@ -149,7 +149,8 @@ class Exchange(ABC):
         return None
 
     def counts(self) -> list[Tensor]:
-        """Counts since this exchange was made, int64[2] each, to be added: entries skipped, and records not finite."""
+        """Counts since this exchange was made, int64[2] each, to be added: entries skipped, and records not finite. The
+        same list, of the same memory, in every step."""
         return [workspace.status for workspace in self.workspaces]
 
     def bytes(self, size: int) -> Tensor:

@@ -38,29 +38,44 @@ def with_selection(entries: Estimate, network: Calibration, what: BucketSpec) ->
     return replace(entries, encode=encode, decode=decode)
 
 
-class EntryExchange(Exchange):
-    """The codec selects, and its entries travel one by one instead of as a wire."""
+class SelectingExchange(Exchange):
+    """The codec selects at most `k` entries, which travel otherwise than as its wire.
 
-    syncs_host = True
+    Attributes:
+        wire: the selection, as `split_raw` reads it.
+        counted: entries skipped, and means that were not finite.
+    """
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         if not isinstance(codec, SparseCodec):
             raise TypeError(f"{codec} does not select entries, which {type(self).__name__} exchanges")
-        self.select = codec.raw_entries
-        self.exchanger = EntryExchanger(max(1, numel), codec.value_dtype, device, group)
+        self.select, self.dtype = codec.raw_entries, codec.value_dtype
         self.k = codec.k(numel) if numel else 0
         self.wire = self.bytes(self.select.wire_bytes(numel) if numel else 0)
         if numel:
             self.workspaces.append(self.select.workspace(numel, device))
-        self.moved = (0, 0)
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
-        #: Entries in the union of the ranks', in the last step; 0 before it is known.
-        self.union_size = 0
 
     @classmethod
     def carries(cls, codec: Codec) -> bool:
         return isinstance(codec, SparseCodec)
+
+    def counts(self) -> list[Tensor]:
+        return [self.counted]
+
+
+class EntryExchange(SelectingExchange):
+    """Entries travel one by one, in messages as long as they are."""
+
+    syncs_host = True
+
+    def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
+        super().__init__(codec, numel, extra, device, group)
+        self.exchanger = EntryExchanger(max(1, numel), self.dtype, device, group)
+        self.moved = (0, 0)
+        #: Entries in the union of the ranks', in the last step; 0 before it is known.
+        self.union_size = 0
 
     @property
     def bytes_sent(self) -> int:
@@ -92,9 +107,6 @@ class EntryExchange(Exchange):
 
     def union_of(self, out: Tensor) -> Tensor | None:
         return torch.tensor(self.union_size, device="cpu")
-
-    def counts(self) -> list[Tensor]:
-        return [self.counted]
 
 
 class EntryMessages:

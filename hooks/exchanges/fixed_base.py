@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ...compress.backends import entries_for
 from ...compress.codec import Codec
-from ...compress.sparse_codec import SparseCodec
 from ..comm.group import Group
-from .base import Exchange
+from .entry_base import SelectingExchange
 
 #: Standard deviations of room beyond an owner's share, as if entries fell to owners by chance.
 SPREAD = 3.0
@@ -28,8 +27,8 @@ def row_capacity(k: int, span: int, ranks: int, feedback: bool) -> int:
     return min(k, span, math.ceil(share + SPREAD * math.sqrt(share)) if feedback else k)
 
 
-class FixedSizeExchange(Exchange):
-    """The codec selects, and its entries travel in rows of fixed size.
+class FixedSizeExchange(SelectingExchange):
+    """Entries travel in rows of fixed size.
 
     Attributes:
         count, indices, values: this rank's selection: its size, int32 [1], and int32 and float32 [k] in ascending order
@@ -43,25 +42,10 @@ class FixedSizeExchange(Exchange):
 
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
-        if not isinstance(codec, SparseCodec):
-            raise TypeError(f"{codec} does not select entries, which {type(self).__name__} exchanges")
-        self.select, self.dtype, self.kernels = codec.raw_entries, codec.value_dtype, entries_for(device)
-        self.k = codec.k(numel) if numel else 0
-        self.wire = self.bytes(self.select.wire_bytes(numel) if numel else 0)
+        self.kernels = entries_for(device)
         self.count, self.indices = self.wire.view(torch.int32)[: 1 + self.k].split([min(1, numel), self.k])
         self.values = self.wire.view(torch.float32)[1 + self.k :]
-        if numel:
-            self.workspaces.append(self.select.workspace(numel, device))
-        #: Entries skipped, and means that were not finite.
-        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
-
-    @classmethod
-    def carries(cls, codec: Codec) -> bool:
-        return isinstance(codec, SparseCodec)
 
     @property
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.count, self.indices, self.values
-
-    def counts(self) -> list[Tensor]:
-        return [self.counted]

@@ -31,7 +31,7 @@ class FixedSizeSplit(FixedSizeExchange):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         super().__init__(codec, numel, extra, device, group)
         self.rows: OwnerMessages | None = None
-        self.capacity = 0
+        self.capacity, self._counts = 0, [self.counted, self.workspaces[0].status]
         ranks = self.world_size
         self.partition = partition = Partition(numel, ranks, device)
         self.share = min(-(-self.k // ranks), partition.span)
@@ -95,13 +95,11 @@ class FixedSizeSplit(FixedSizeExchange):
         capacity = row_capacity(self.k, self.partition.span, self.world_size, feedback.keeps)
         if self.rows is None or self.capacity != capacity:
             self.capacity, self.rows = capacity, OwnerMessages(self, capacity)
+            self._counts.append(self.rows.dealer.status)
         return self.rows
 
     def counts(self) -> list[Tensor]:
-        found = [self.counted, self.workspaces[0].status]
-        if self.rows is not None:
-            found.append(self.rows.dealer.status)
-        return found
+        return self._counts
 
 
 class OwnerMessages:

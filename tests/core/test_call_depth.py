@@ -94,7 +94,7 @@ def files_of_a_step(rank: int, codec: Codec, exchange: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(("codec", "exchange"), [(OneBit(), "two_pass"), (TopK(0.05), "split")], ids=["onebit", "topk"])
-@pytest.mark.parametrize(("entered", "most"), [(files_entered, (14, 20)), (files_of_a_step, (25, 31))])
+@pytest.mark.parametrize(("entered", "most"), [(files_entered, (13, 19)), (files_of_a_step, (20, 26))])
 def test_a_bucket_s_way_and_a_step_are_short(
     ranks: Ranks, codec: Codec, exchange: str, entered: Callable[..., set[str]], most: tuple[int, int]
 ) -> None:

@@ -19,8 +19,7 @@ from ..addresses import address, rows_at
 from ..kernels import B, C, CodecLike
 from . import low_precision
 from .runtime.blocks import How, scratch_bytes
-from .runtime.dtypes import Source
-from .runtime.fused_inputs import source_of
+from .runtime.dtypes import KINDS, Source
 from .runtime.threads import inverse, note, pieces_of, reserved, run, whole_lines
 
 #: Elements of a residual that are float32 at a time where it is kept in fewer bytes: 128 KB.
@@ -73,13 +72,13 @@ class Blocks(CpuKernels[B]):
         return count, pieces, known[2], known[3]
 
     def encode(self, codec: B, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        self._encode(codec, source_of(x), x.numel(), 0, wire, draw, workspace)
+        self._encode(codec, _source_of(x), x.numel(), 0, wire, draw, workspace)
 
     def encode_feedback(
         self, codec: B, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         kept = address(residual, torch.float32)
-        self._encode(codec, source_of(grad), grad.numel(), kept, wire, draw, workspace)
+        self._encode(codec, _source_of(grad), grad.numel(), kept, wire, draw, workspace)
 
     def _encode(
         self,
@@ -116,7 +115,7 @@ class Blocks(CpuKernels[B]):
             return
         kernel, rest = self.encode_block(codec, draw)
         read, write = low_precision.PASSES[residual.dtype]
-        source, target = source_of(grad), address(wire, torch.uint8)
+        source, target = _source_of(grad), address(wire, torch.uint8)
         parts = low_precision.places(*residual.parts)
         count, pieces, scratch, size = self._split(codec, numel, workspace)
         at_once = max(1, WIDE_ELEMENTS // block)
@@ -159,7 +158,7 @@ class Blocks(CpuKernels[B]):
 
     def _decode(self, codec: B, wires: Tensor, out: Tensor, how: How, workspace: Workspace) -> None:
         kernel, rest = self.decode_block(codec)
-        numel, target, ranks = out.numel(), source_of(out), wires.shape[0]
+        numel, target, ranks = out.numel(), _source_of(out), wires.shape[0]
         sources = *rows_at(wires, torch.uint8), ranks
         count, pieces, scratch, size = self._split(codec, numel, workspace)
 
@@ -168,6 +167,10 @@ class Blocks(CpuKernels[B]):
             return result
 
         note(workspace, run(job, count, pieces))
+
+
+def _source_of(x: Tensor) -> Source:
+    return KINDS[x.dtype], address(x)
 
 
 Draw = tuple[int, int, int, int]  # whether to draw, seed, step, stream

@@ -19,7 +19,7 @@ from ..block_codec import CpuKernels
 from ..entries import ENTRY_COST, Entries
 from ..runtime.blocks import SPARE, A, Rows, Span, clear, end_sum, read_ahead, read_block, scratch_bytes
 from ..runtime.dtypes import BFLOAT16, F32, INF_BITS, KINDS, LOW, MAGNITUDE, TILE, Source, int_at, key_at
-from ..runtime.fused_inputs import PEEK, gradient_at, momentum_at, source_of
+from ..runtime.fused_inputs import PEEK, gradient_at, momentum_at
 from ..runtime.simd import as_i32, bits_of, compiled, get_f32, get_i64, inlined, load_f32, lowest_bit, store
 from ..runtime.threads import inverse, note, pieces_of, reserved, run, whole_lines
 from . import topk_select
@@ -232,7 +232,9 @@ class TopK(SparseKernels, CpuKernels):
         workspace: Workspace,
     ) -> None:
         k, lowest = len(values), self.lowest(codec)
-        source, numel = source_of(x), x.numel()
+        source = x.source if isinstance(x, MomentumInput) else (KINDS[x.dtype], address(x))
+        assert source is not None
+        numel = x.numel()
         rooms = self._rooms(k, numel, workspace)
         pieces, tiles = len(rooms), -(-numel // TILE)
         kept = 0 if residual is None else address(residual, float32)

@@ -11,11 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from ... import MomentumInput
-from ...addresses import address
-from .dtypes import BFLOAT16, KINDS, Source, finite, load_as, width
+from .dtypes import BFLOAT16, finite, load_as, width
 from .simd import compiled, float_of, get_f32, get_i64, get_u8, inlined, load_f32, prefetch, select, splat_f32, store
 
 #: momentum += factor · (gradient - momentum), and out comes how it changes: `compress.feedback.tracking`.
@@ -121,11 +118,3 @@ def enter_into(kind: int, record: int, out: int, first: int, last: int, spare: i
         enter(kind, record, 0, first + whole, last - first - whole, spare + ENTER_SPARE, spare)
         for i in range(0, 4 * (last - first - whole), 4):
             store(out + 4 * (first + whole) + i, get_f32(spare + ENTER_SPARE + i))
-
-
-def source_of(x: Tensor | MomentumInput) -> Source:
-    """How elements are stored, or come about, and where."""
-    if isinstance(x, MomentumInput):
-        assert x.source is not None
-        return x.source
-    return KINDS[x.dtype], address(x)
