@@ -75,7 +75,7 @@ class Group(PointToPoint):
         #: Of point-to-point messages; None: the process group's.
         self.timeout: timedelta | None = None
         self._tag = 0
-        self._averages: bool | None = None
+        self._launches: bool | None = None
         self._channels = _channels.setdefault(process_group, Channels(NEVER_SENT - NAMED))
         self.traffic = _traffic.setdefault(process_group, Traffic())
         _groups.add(self)
@@ -112,15 +112,6 @@ class Group(PointToPoint):
         with unique_store(members, rank) as store:
             return cls(connect(store, members, rank, timeout or HANDSHAKE_TIMEOUT), members)
 
-    @classmethod
-    def over_store(cls, store: dist.Store, members: Sequence[int], rank: int, timeout: timedelta) -> Group:
-        """A new Gloo group of these members, of which this one is the `rank`-th, in a store of their own. A collective.
-
-        Raises:
-            RuntimeError: another could not be reached within `timeout`.
-        """
-        return cls(dist.ProcessGroupGloo(store, rank, len(members), timeout), tuple(members))
-
     @staticmethod
     def blocks(process_group: Any, device: torch.device) -> bool:
         """True if collectives on tensors of `device` block the calling thread. Backends that launch several at once
@@ -141,8 +132,13 @@ class Group(PointToPoint):
         return not ordered
 
     def launches(self, device: torch.device) -> bool:
-        """True if collectives on tensors of `device` are launched, as NCCL's, and the thread goes on."""
-        return not self.blocks(self._group, device)
+        """True if collectives on tensors of `device` are launched, as NCCL's, and the thread goes on. Such backends
+        compute means, too: they multiply by 1/size on reading."""
+        if device.type != "cuda":
+            return False
+        if self._launches is None:
+            self._launches = not self.blocks(self._group, device)
+        return self._launches
 
     def follow_timeout(self, other: dist.ProcessGroup) -> None:
         """Take over the timeout of `other`."""
@@ -276,15 +272,6 @@ class Group(PointToPoint):
         work: dist.Work = self._group.allreduce([tensor])
         return work
 
-    def averages(self, device: torch.device) -> bool:
-        """True if the backend computes means, as those do that are ordered by streams: they multiply by 1/size on
-        reading."""
-        if device.type != "cuda":
-            return False
-        if self._averages is None:
-            self._averages = not self.blocks(self._group, device)
-        return self._averages
-
     def mean(self, tensor: Tensor) -> dist.Work:
         """Start: `tensor` = mean over the ranks, multiplied by 1/size and then summed in the backend's order."""
         start, share = self.means(tensor.device)
@@ -294,13 +281,13 @@ class Group(PointToPoint):
         """A function that starts the mean of tensors of this device, without torch's path from group to backend, and
         the factor to multiply them by beforehand, if any."""
         backend = _backend_of(self._group, device)
-        if self.averages(device):
+        if self.launches(device):
             options = _averaging(dist.AllreduceOptions())
             return lambda tensors: backend.allreduce(tensors, options), None
         return backend.allreduce, 1.0 / self.size
 
     def mean_of_rows(self, output: Tensor, rows: Tensor) -> Work:
-        """Start: `output` = mean over the ranks of row `rank` of `rows`, where the backend `averages`."""
+        """Start: `output` = mean over the ranks of row `rank` of `rows`, where the backend `launches`."""
         work: Work = self._group._reduce_scatter_base(output, rows, _averaging(dist.ReduceScatterOptions()))
         return work
 

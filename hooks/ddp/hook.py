@@ -51,7 +51,7 @@ from .model import (
     parameters_of,
     strides_in_bucket,
 )
-from .registration import check_free, expect_hook, expect_hook_of_copy
+from .registration import check_free, expect_hook
 
 Schedule = Callable[[int], Codec]
 
@@ -261,7 +261,7 @@ class CompressState(BackwardFront):
         """`bind`, with this GradScaler from now on."""
         if not (self._bound and self._ddp() is model):
             self._bind(model, scaler)
-            expect_hook(self._parameters.values(), weakly(self._ddp), weakly(self._refuse))
+            expect_hook(self._parameters.values(), weakly(self._find_owner), weakly(self._refuse))
         elif scaler is not self.grad_scaler:
             self.grad_scaler = scaler
 
@@ -341,7 +341,7 @@ class CompressState(BackwardFront):
         return None if self._model is None else self._model()
 
     def _find_owner(self, parameter: Tensor) -> DistributedDataParallel | None:
-        """The model of a copied state, which the state knows if both were copied at once."""
+        """The model of a parameter; a copied state knows it if both were copied at once."""
         return self._ddp() or find_owner(self, parameter)
 
     def _expect_model(self, what: str) -> None:
@@ -467,7 +467,7 @@ class CompressState(BackwardFront):
         self._discarded = UnusedMeans(self._parameters, self._feedback)
         self._disconnect()
         if self._bound and not self._closed:
-            expect_hook_of_copy(self._parameters.values(), weakly(self._find_owner), weakly(self._refuse))
+            expect_hook(self._parameters.values(), weakly(self._find_owner), weakly(self._refuse))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self).__new__(type(self))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.untraced import untraced
-from ..training.autograd_end import AtEnd, at_end, current_pass
+from ..training.autograd_end import at_end, current_pass
 
 PROBLEM = (
     "backward ran without the hook of the CompressState made for this model: call "
@@ -40,49 +40,22 @@ def check_free(model: DistributedDataParallel) -> None:
 
 def expect_hook(
     parameters: Iterable[nn.Parameter],
-    model_of: Callable[[], DistributedDataParallel | None],
+    find: Callable[[Tensor], DistributedDataParallel | None],
     refuse: Callable[[str], None],
 ) -> None:
     """In the first synchronised backward pass, check that the model has a communication hook.
 
     Args:
         parameters: the model's; one gets a gradient.
-        model_of: returns the model, while it lives.
+        find: returns the model that has a parameter; None: these are trained without DDP.
         refuse: called if there is no hook: reports to the other ranks that this one takes no part, then raises
             RuntimeError here.
-    """
-    handles: list[Any] = []
-
-    @untraced
-    def look(grad: Tensor) -> None:
-        model = model_of()
-        if model is not None and not model.require_backward_grad_sync:
-            return
-        while handles:
-            handles.pop().remove()
-        if model is not None and not has_hook(model):
-            AtEnd(
-                lambda: None, model.reducer._reset_state
-            ).queue()  # else DDP would complain of this pass at the next one
-            refuse(PROBLEM)
-
-    handles += [p.register_hook(look) for p in parameters]
-
-
-def expect_hook_of_copy(
-    parameters: Iterable[nn.Parameter],
-    find: Callable[[Tensor], DistributedDataParallel | None],
-    refuse: Callable[[str], None],
-) -> None:
-    """`expect_hook` for a copy of a state: its model must be found, and may be trained without DDP.
-
-    Args:
-        find: returns the model that has a parameter.
     """
     handles: list[Any] = []
     found: list[Callable[[], DistributedDataParallel | None]] = []
     last_pass = -1
 
+    @untraced
     def look(parameter: Tensor, grad: Tensor) -> None:
         nonlocal last_pass
         if not found:

@@ -54,7 +54,7 @@ class Hierarchical(Exchange):
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self.not_finite = self.counted[1]
         # Inside a node nothing is far, and messages are as long as the gradient.
-        self.averages = inside.averages(device)
+        self.averages = inside.launches(device)
         if self.averages:
             self.to_owners: Port = Collective(lambda: inside.mean_of_rows(self.row, self.sent))
         else:

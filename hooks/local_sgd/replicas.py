@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..comm.group import Group
 from ..comm.threads import start_thread
@@ -426,7 +427,9 @@ class Replicas:
         """Connect a view's mesh. Gloo cannot be interrupted in this."""
         group, why = None, ""
         try:
-            group = Group.over_store(view.board, view.members, view.rank, timedelta(seconds=MESH_SECONDS))
+            timeout = timedelta(seconds=MESH_SECONDS)
+            made = dist.ProcessGroupGloo(view.board, view.rank, len(view.members), timeout)
+            group = Group(made, view.members)
             group.wait_at_most(timedelta(seconds=self._meeting.patience))
         except RuntimeError as error:
             why = f"member {self.client.member}: {error}"

@@ -324,7 +324,7 @@ def test_streams_order_the_collectives_of_backends_that_say_so() -> None:
         backend = Backend(name, launches=True)
         assert not Group.blocks(backend, cuda)
         assert Group.blocks(backend, torch.device("cpu"))
-        assert Group(backend, (0, 1)).averages(cuda)
+        assert Group(backend, (0, 1)).launches(cuda)
     assert not Group.blocks(Backend("nccl", launches=None), cuda)
     assert Group.blocks(Backend("gloo", launches=False), cuda)
     for launches in (False, None):

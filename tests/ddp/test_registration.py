@@ -70,10 +70,15 @@ def test_a_copy_that_torch_does_not_reduce_is_refused(ranks: Ranks) -> None:
 
 
 def forgotten(rank: int, how: str, only: int | None) -> tuple[str, float]:
-    """A copy is trained without the hook, on all ranks or on one."""
-    ddp, _ = wrap(perceptron(), TopK(0.01), exchange="gather")
-    train(rank, ddp, 2)
-    twin, state = copied(ddp, how)
+    """A copy, or a new model, is trained without the hook, on all ranks or on one."""
+    twin: Any
+    if how == "new":
+        twin = DistributedDataParallel(perceptron())
+        state = CompressState(twin, TopK(0.01), exchange="gather")
+    else:
+        ddp, _ = wrap(perceptron(), TopK(0.01), exchange="gather")
+        train(rank, ddp, 2)
+        twin, state = copied(ddp, how)
     if rank == only:
         twin.register_comm_hook(state, compress_hook)
     twin.module(batch(rank, 0, twin)).sum().backward()  # nobody's business
@@ -83,8 +88,8 @@ def forgotten(rank: int, how: str, only: int | None) -> tuple[str, float]:
     return raised(lambda: train(rank, twin, 1)), time.monotonic() - start
 
 
-@pytest.mark.parametrize(("how", "only"), [("deepcopy", None), ("pickle", 0)])
-def test_a_copy_without_the_hook_is_told_so(how: str, only: int | None) -> None:
+@pytest.mark.parametrize(("how", "only"), [("deepcopy", None), ("pickle", 0), ("new", 0)])
+def test_a_model_without_the_hook_is_told_so(how: str, only: int | None) -> None:
     pool = Pool(2)
     try:
         results = pool.run(forgotten, how, only, within=40)
