@@ -212,7 +212,7 @@ def rank_mean(rows: list[Tensor]) -> Tensor:
 @contextmanager
 def outer_steps(updates: LocalUpdates, pieces: bool) -> Iterator[None]:
     """By pieces that are small, or at once, as on a GPU."""
-    for shared in itertools.chain(*updates._runner.fragments):
+    for shared in itertools.chain(*updates._fragments):
         assert shared.piecewise
         shared.piecewise = pieces
     with pytest.MonkeyPatch.context() as patch:

@@ -24,11 +24,9 @@ from gradwire.hooks.comm.sockets import connect
 from gradwire.hooks.local_sgd.meeting import server
 from gradwire.hooks.local_sgd.meeting.client import (
     Client,
-    Disconnected,
     Event,
     Lost,
     Proposed,
-    Reconnected,
     Refused,
     Void,
     Welcome,
@@ -82,6 +80,13 @@ class Member:
         """The number of a whole view of so many members."""
         proposed = self.wait(Proposed, lambda event: len(event.members) == count, after)
         return self.wait(Whole, lambda event: event.number >= proposed.number).number
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -146,13 +151,9 @@ def test_rounds_outlive_the_meeting_point_and_nothing_changes_when_it_is_back() 
         numbers = [member.in_view_of(2) for member in members]
         seen = [len(member.events) for member in members]
         point.close()
-        for member in members:
-            member.wait(Disconnected)
-        assert members[0].client.lost_for > 0
-        assert not members[0].client.reachable
+        until(lambda: all(member.client.lost_for > 0 for member in members))
         with MeetingPoint(point.port) as again:
-            for member in members:
-                member.wait(Reconnected)
+            until(lambda: all(member.client.lost_for == 0 for member in members))
             newcomer = Member(again.address, wait_for=2)
             members.append(newcomer)
             newcomer.in_view_of(3)
@@ -169,7 +170,7 @@ def test_a_view_that_failed_while_the_meeting_point_was_down_is_void_when_it_is_
     with group(2) as (point, members):
         number = members[0].in_view_of(2)
         point.close()
-        members[0].wait(Disconnected)
+        until(lambda: members[0].client.lost_for > 0)
         members[0].client.failed(number, "a message did not come")
         seen = [len(member.events) for member in members]
         with MeetingPoint(point.port):
@@ -312,7 +313,6 @@ def test_a_member_that_is_cut_off_comes_back_with_its_number() -> None:
         assert connection is not None
         seen = [len(member.events) for member in members]
         connection.end.shutdown(socket.SHUT_RDWR)
-        members[1].wait(Reconnected)
         for one, before in zip(members, seen, strict=True):
             one.wait(Void, lambda event: event.number == number)
             assert one.in_view_of(2, after=before) > number

@@ -17,7 +17,7 @@ from ...comm.socket_loop import SocketLoop
 from ...comm.sockets import CONNECT_SECONDS, Connection, connect
 from ...comm.threads import start_thread, stop_thread
 from ...timeouts import SILENT_SECONDS
-from .events import Disconnected, Event, Lost, Proposed, Reconnected, Refused, Void, Waiting, Welcome, Whole
+from .events import Event, Lost, Proposed, Refused, Void, Waiting, Welcome, Whole
 from .options import place
 
 log = logging.getLogger("gradwire.meeting")
@@ -74,11 +74,6 @@ class Client:
         self._joined = self._lost_said = self._leaving = False
         self._loop = SocketLoop()
         self._thread = start_thread("gradwire-meeting", self._run, self._loop)
-
-    @property
-    def reachable(self) -> bool:
-        """True while the connection stands."""
-        return self._connection is not None
 
     @property
     def lost_for(self) -> float:
@@ -183,8 +178,6 @@ class Client:
             if self._broken is not None and self._broken[0] == self._view:
                 self._loop.send(connection, {"failed": self._broken[0], "why": self._broken[1]})
             self._connection, self._lost_at, self._lost_said = connection, None, False
-        if self._joined:
-            self._tell(Reconnected())
         self._joined = True
         return True
 
@@ -212,7 +205,6 @@ class Client:
             void = [(number, self._boards.pop(number)) for number in list(self._boards) if number != self._view]
         if self._loop.ending:
             return
-        self._tell(Disconnected())
         for number, board in void:
             board.void(why)
             self._tell(Void(number, why))

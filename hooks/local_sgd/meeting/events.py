@@ -50,20 +50,10 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Disconnected:
-    """The meeting point is out of reach."""
-
-
-@dataclass(frozen=True)
-class Reconnected:
-    """The meeting point is there again."""
-
-
-@dataclass(frozen=True)
 class Lost:
     """The meeting point has been out of reach for longer than `patience`; the search goes on."""
 
     seconds: float
 
 
-Event = Welcome | Proposed | Whole | Void | Refused | Waiting | Disconnected | Reconnected | Lost
+Event = Welcome | Proposed | Whole | Void | Refused | Waiting | Lost
