@@ -22,6 +22,7 @@ from ..hooks.core.options import Options, check_dtypes, check_whole
 from ..hooks.core.reducer import Reducer
 from ..hooks.core.statistics import Statistics
 from ..hooks.local_sgd.outer_sgd import fragments_of
+from ..hooks.training.loaded_values import parameters_of, values_kept
 from .flat_state import FlatState
 from .groups import called, check_group
 from .replicated import Replicas
@@ -179,9 +180,7 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
             sent.append(self._encoded(flat))
             futures.append(reducer.reduce(step, flat.bucket, sent[-1]))
         reducer.end(step)
-        interruption = self._await_means()  # before the first is used: an error leaves every parameter unchanged
-        for future in futures:
-            future.wait()
+        interruption = self._await_means(futures)  # before the first is used: an error leaves all parameters unchanged
         step.reduced.clear()
         for flat, mean in zip(self._buckets, sent, strict=True):
             self._decoded(flat, self.param_groups[flat.group], mean)
@@ -290,22 +289,8 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
                         f"the checkpoint is of another model: it has {has} as {name} of parameter {index}, whose shape "
                         f"is {tuple(p.shape)}"
                     )
-        final: dict[str, Any] = {}  # after the pre-hooks of others
-
-        def as_saved(_: Any) -> None:  # torch's copies have the parameter's dtype
-            for index, p in named.items():
-                found = final["state"].get(int(index), {})
-                self.state[p] |= {name: value for name, value in found.items() if name in self.kept}
-
-        handles = [
-            self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded)),
-            self.register_load_state_dict_post_hook(as_saved, prepend=True),
-        ]
-        try:
+        with values_kept(self):  # torch's copies have the parameter's dtype
             super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
-        finally:
-            for handle in handles:
-                handle.remove()
         self._adopted()
         self._resume(saved, vectors)
 
@@ -338,7 +323,7 @@ class ExchangingOptimizer(Front, torch.optim.Optimizer):
 
     def _named(self) -> dict[str, nn.Parameter]:
         """The trained parameters, by their numbers in a state_dict."""
-        every = [p for group in self.param_groups for p in group["params"]]
+        every: list[Any] = parameters_of(self)
         return {str(index): p for index, p in enumerate(every) if p.requires_grad and p.numel()}
 
     def _made(self, first: int) -> list[FlatState]:

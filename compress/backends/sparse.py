@@ -131,21 +131,13 @@ class EntryKernels(ABC):
                 self.unpack_indices(part[None], base, size, None, into[None])
 
     def pack_value_pieces(
-        self,
-        values: Tensor,
-        pieces: Pieces,
-        dtype: torch.dtype,
-        wire: Tensor,
-        indices: Tensor,
-        residual: Tensor | None = None,
-        begins: Sequence[int] | None = None,
+        self, values: Tensor, pieces: Pieces, dtype: torch.dtype, wire: Tensor, begins: Sequence[int] | None = None
     ) -> None:
         """`pack_values` for each piece of `values`, all of them used."""
-        counts = list(pieces.counts)
-        parts = values.split(counts), pieces.parts(wire, pieces.value_sizes(dtype), begins), indices.split(counts)
-        for part, into, at in zip(*parts, strict=True):
+        parts = values.split(list(pieces.counts)), pieces.parts(wire, pieces.value_sizes(dtype), begins)
+        for part, into in zip(*parts, strict=True):
             if len(part):
-                self.pack_values(part, dtype, into, at, None, residual)
+                self.pack_values(part, dtype, into)
 
     def unpack_value_pieces(
         self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor, begins: Sequence[int] | None = None

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -20,9 +19,6 @@ from ...compress.backends.sparse import Pieces
 from ...compress.formats.entries import index_bytes, value_bytes
 from .group import Group
 from .ports import Stages, WaitAll, Work
-
-#: Opens a residual, float32, for a block; or None.
-Opening = Callable[[], AbstractContextManager[Tensor | None]]
 
 #: Samples of all ranks' index lists, which balance owners' ranges.
 RANGE_SAMPLES = 1024
@@ -97,7 +93,7 @@ class EntryExchanger:
         device: of entries.
         group: the ranks.
         pool: buffers to work in; by default its own.
-        row: shape at an index: () for an element, (n,) for a row of n. Only elements can be rounded to a residual.
+        row: shape at an index: () for an element, (n,) for a row of n.
 
     Attributes:
         skipped: invalid entries from other ranks, left out so far.
@@ -211,12 +207,9 @@ class EntryExchanger:
         yield work
         return bounds_of(every, self.numel)
 
-    def to_owners(self, entries: Entries, bounds: Sequence[int], residual: Opening = nullcontext) -> Stages:
+    def to_owners(self, entries: Entries, bounds: Sequence[int]) -> Stages:
         """Every entry to the owner of its range, who sums them in rank order: the sums of the own range, as Entries.
-
-        What rounding takes from a value goes to what `residual` opens, if that is anything. Two host reads: how many
-        entries go where, and how many the union has.
-        """
+        Two host reads: how many entries go where, and how many the union has."""
         ranges = [b - a for a, b in pairwise(bounds)]
         start, span = bounds[self.rank], ranges[self.rank]
         edges = torch.tensor(bounds[1:-1], dtype=torch.int32, device="cpu").to(self.device)
@@ -232,8 +225,7 @@ class EntryExchanger:
         indices, index_work = self._all_to_all("index wire", wire, sizes, arriving.index_sizes())
         sizes = self.value_sizes(sent)
         wire = self.pool("value pieces", sum(sizes))
-        with residual() if self.dtype != torch.float32 else nullcontext() as rest:
-            self.pack_values(entries, sent, wire, rest)
+        self.pack_values(entries, sent, wire)
         arrive = self.value_sizes(arriving)
         values, value_work = self._all_to_all("value wire", wire, sizes, arrive)
         yield WaitAll([index_work, value_work])
@@ -282,18 +274,8 @@ class EntryExchanger:
         """Bytes of each piece's values."""
         return self._numbers(pieces).value_sizes(self.dtype)
 
-    def pack_values(
-        self,
-        entries: Entries,
-        pieces: Pieces,
-        wire: Tensor,
-        residual: Tensor | None = None,
-        begins: Sequence[int] | None = None,
-    ) -> None:
-        # Without a residual the kernel does not read the indices.
-        values = entries.values.view(-1)
-        indices = values.view(torch.int32) if self.row else entries.indices
-        self.kernels.pack_value_pieces(values, self._numbers(pieces), self.dtype, wire, indices, residual, begins)
+    def pack_values(self, entries: Entries, pieces: Pieces, wire: Tensor, begins: Sequence[int] | None = None) -> None:
+        self.kernels.pack_value_pieces(entries.values.view(-1), self._numbers(pieces), self.dtype, wire, begins)
 
     def unpack_values(self, wire: Tensor, pieces: Pieces, into: Entries, begins: Sequence[int] | None = None) -> None:
         self.kernels.unpack_value_pieces(wire, self._numbers(pieces), self.dtype, into.values.view(-1), begins)

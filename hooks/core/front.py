@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ... import __version__
 from ...compress.deprecated import former_property
@@ -109,10 +110,17 @@ class Front(Counted):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def _await_means(self) -> BaseException | None:
-        """Wait for what is in flight. Returns an exception of a signal's handler, to be raised once means are used."""
+    def _await_means(self, futures: Iterable[torch.futures.Future[Tensor]] = ()) -> BaseException | None:
+        """Wait for what is in flight. Returns an exception of a signal's handler, to be raised once means are used.
+
+        Args:
+            futures: of the means; on a GPU, later kernels on this stream wait for them.
+        """
         pipeline = self._session.pipeline
-        return waited(pipeline.wait, lambda _: pipeline.failed)
+        interruption = waited(pipeline.wait, lambda _: pipeline.failed)
+        for future in futures:
+            future.wait()
+        return interruption
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..training.loaded_values import parameters_of
 from .gradients import checkpoint
-from .gradients.arguments import parameters_of
 from .gradients.residuals import CompressionState
 from .optimizer_state import put_together, taken_apart
 from .process_sets import ProcessSet, global_process_set

@@ -14,10 +14,11 @@ from torch import Tensor
 from ..comm.between_steps import between_steps
 from ..comm.untraced import untraced
 from ..training.autograd_end import in_backward
+from ..training.loaded_values import parameters_of
 from ..training.optimizer_checks import known_problem
 from .compression import Compression, codec_of
 from .gradients import checkpoint
-from .gradients.arguments import Options, group_positions, name_parameters, parameters_of
+from .gradients.arguments import Options, group_positions, name_parameters
 from .gradients.bucketing import GradientReducer
 from .gradients.residuals import CompressionState
 from .process_sets import ProcessSet, global_process_set

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 
-from .gradients.arguments import parameters_of
+from ..training.loaded_values import parameters_of
 
 
 class Place(NamedTuple):
@@ -105,25 +103,3 @@ def put_together(
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
     return loaded
-
-
-@contextmanager
-def values_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, the optimizer's `load_state_dict` takes each value as it is, with its dtype and on its device."""
-    loaded: dict[Any, Any] = {}
-
-    def before(_: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        of_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
-        loaded.update({of_number.get(key, key): value for key, value in state_dict["state"].items()})
-        return {**state_dict, "state": {}}
-
-    hooks = [
-        optimizer.register_load_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_post_hook(lambda _: optimizer.state.update(loaded), prepend=True),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -508,7 +508,7 @@ class LocalUpdates(Front):
             failure = RuntimeError("another rank of this replica has failed in this round")
             here = False
             try:
-                self._await(sent)
+                self._interruption = self._await_means(sent.futures) or self._interruption
                 here = True
             except RuntimeError as error:
                 if self._replicas is None or sent.step is None:
@@ -530,11 +530,6 @@ class LocalUpdates(Front):
             if arrival.healed is None:  # nobody has completed it
                 self._send(sent)
         return None
-
-    def _await(self, sent: InFlightRound) -> None:
-        self._interruption = self._await_means() or self._interruption
-        for future in sent.futures:  # on a GPU, later kernels on this stream wait for it
-            future.wait()
 
     def _finish(self) -> None:
         """Wait until nothing is in flight; the means stay."""

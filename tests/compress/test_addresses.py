@@ -49,8 +49,8 @@ def operations(kernels: EntryKernels) -> dict[str, tuple[Any, list[Tensor]]]:
         "pack index pieces": (lambda i, w: kernels.pack_index_pieces(i, pieces, w), [indices, wire]),
         "unpack index pieces": (lambda w, i: kernels.unpack_index_pieces(w, pieces, i), [wire, indices]),
         "pack value pieces": (
-            lambda v, w, i, r: kernels.pack_value_pieces(v, pieces, half, w, i, r),
-            [values, value_wire, indices, residual],
+            lambda v, w: kernels.pack_value_pieces(v, pieces, half, w),
+            [values, value_wire],
         ),
         "unpack value pieces": (lambda w, v: kernels.unpack_value_pieces(w, pieces, half, v), [value_wire, values]),
         "put back": (lambda i, v, k, r: kernels.put_back((i, v), k, r), [indices, values, indices[:2], residual]),

@@ -323,8 +323,7 @@ def exchange_entries(numel: int) -> None:
     entries.unpack_index_pieces(wire, pieces, indices)
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         wire = torch.zeros(sum(pieces.value_sizes(dtype)), dtype=torch.uint8)
-        entries.pack_value_pieces(values, pieces, dtype, wire, indices, residual)
-        entries.pack_value_pieces(values, pieces, dtype, wire, indices)
+        entries.pack_value_pieces(values, pieces, dtype, wire)
         entries.unpack_value_pieces(wire, pieces, dtype, values)
         entries.pack_values(values, dtype, wire)
         entries.unpack_values(wire[None], dtype, values[None])

@@ -217,7 +217,7 @@ class Fuzz:
             torch.zeros(sum(sizes), dtype=torch.uint8) for sizes in (pieces.index_sizes(), pieces.value_sizes(dtype))
         ]
         self.entries["cpu"].pack_index_pieces(indices, pieces, wires[0])
-        self.entries["cpu"].pack_value_pieces(case.gradient(len(sound)), pieces, dtype, wires[1], indices)
+        self.entries["cpu"].pack_value_pieces(case.gradient(len(sound)), pieces, dtype, wires[1])
         for wire in wires:
             self.counts[case.damage(wire.numpy(), sum(ranges))] += 1
         ends = [case.one_of(("front", "back")) for _ in range(4)]

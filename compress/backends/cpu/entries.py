@@ -45,7 +45,7 @@ class Entries(EntryKernels):
         self.unpack_index_pieces(wire, pieces, indices)
         for dtype in VALUE_KINDS:
             self.pack_values(values, dtype, wire, indices, None, residual)
-            self.pack_value_pieces(values, pieces, dtype, wire, indices, residual)
+            self.pack_value_pieces(values, pieces, dtype, wire)
             self.unpack_value_pieces(wire, pieces, dtype, values)
             if dtype != torch.float32:
                 self.unpack_values(wire[None], dtype, values[None])
@@ -112,19 +112,10 @@ class Entries(EntryKernels):
         packing.unpack_index_pieces(table.ctypes.data, len(table), begin, address(indices, I32))
 
     def pack_value_pieces(
-        self,
-        values: Tensor,
-        pieces: Pieces,
-        dtype: torch.dtype,
-        wire: Tensor,
-        indices: Tensor,
-        residual: Tensor | None = None,
-        begins: Sequence[int] | None = None,
+        self, values: Tensor, pieces: Pieces, dtype: torch.dtype, wire: Tensor, begins: Sequence[int] | None = None
     ) -> None:
         table, begin = _table(pieces, wire, pieces.value_sizes(dtype) if begins is None else None, begins)
-        rest = address(indices, I32), 0 if residual is None else address(residual, F32)
-        where = table.ctypes.data, len(table), address(values, F32), begin
-        packing.pack_value_pieces(VALUE_KINDS[dtype], *where, *rest)
+        packing.pack_value_pieces(VALUE_KINDS[dtype], table.ctypes.data, len(table), address(values, F32), begin)
 
     def unpack_value_pieces(
         self, wire: Tensor, pieces: Pieces, dtype: torch.dtype, values: Tensor, begins: Sequence[int] | None = None

@@ -272,17 +272,16 @@ def unpack_index_pieces(table: int, pieces: int, wire: int, index: int) -> None:
 
 
 @compiled
-def pack_value_pieces(kind: int, table: int, pieces: int, value: int, wire: int, index: int, residual: int) -> None:
+def pack_value_pieces(kind: int, table: int, pieces: int, value: int, wire: int) -> None:
     for row in range(table, table + 32 * pieces, 32):
         k = get_i64(row)
         if kind == FLOAT32_VALUES:
-            pack_floats(value, k, wire, index, k, residual)
+            pack_floats(value, k, wire, 0, 0, 0)
         elif kind == BFLOAT16_VALUES:
-            pack_bfloat(value, k, wire, index, k, residual)
+            pack_bfloat(value, k, wire, 0, 0, 0)
         else:
-            pack_bytes(value, k, wire, index, k, residual)
+            pack_bytes(value, k, wire, 0, 0, 0)
         value += 4 * k
-        index += 4 * k
         wire += get_i64(row + 24)
 
 

@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...training.loaded_values import parameters_of, values_kept
 from ..errors import HorovodInternalError, HostsUpdatedInterrupt
 from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters, here
-from ..gradients.arguments import parameters_of
-from ..optimizer_state import values_kept
 from ..runtime.context import init, local_rank, rank, shutdown
 from ..runtime.launch import private_folder
 from .sampler import ElasticSampler

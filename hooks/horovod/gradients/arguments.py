@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...training.loaded_values import parameters_of
 from ...training.names import plain_names
 from ..process_sets import ProcessSet
 
@@ -31,10 +32,6 @@ class Options:
     sparse_as_dense: bool
     process_set: ProcessSet
     only_sparse: bool = False
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def name_parameters(
