@@ -1,9 +1,8 @@
 """Models in DistributedDataParallel, which must leave each rank its own gradients."""
 
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
-import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..hooks.comm.untraced import untraced
+from ..hooks.training.living import living
 
 
 @untraced
@@ -35,9 +35,7 @@ class Replicas:
     """The DDP models that hold some parameters: found once, and checked in every step."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        own, kinds = {id(parameter) for parameter in parameters}, set(_kinds(DistributedDataParallel))
-        # No `isinstance`: it asks each object for its class, and some proxies raise.
-        models = [found for found in gc.get_objects() if type(found) in kinds]
+        own, models = {id(parameter) for parameter in parameters}, living(DistributedDataParallel)
         self._models = [weakref.ref(m) for m in models if any(id(p) in own for p in m.parameters())]
 
     def problem(self, owner: str) -> str | None:
@@ -54,10 +52,3 @@ class Replicas:
                     "backward under model.no_sync(), or leave the model unwrapped"
                 )
         return None
-
-
-def _kinds(of: type[DistributedDataParallel]) -> Iterator[type[DistributedDataParallel]]:
-    """A class and all that derive from it."""
-    yield of
-    for kind in of.__subclasses__():
-        yield from _kinds(kind)

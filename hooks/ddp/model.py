@@ -20,6 +20,7 @@ from ..comm.between_steps import undivided, undivided_module
 from ..comm.pipeline import Pipeline
 from ..core.discarded import DiscardedMeans
 from ..core.reducer import Step
+from ..training.living import living
 from ..training.names import names_of
 
 
@@ -51,11 +52,8 @@ def find_owner(state: object, parameter: Tensor) -> DistributedDataParallel | No
     there is no such model, or more than one.
     """
     registered, hooked = [], []
-    for found in gc.get_objects():
-        # No `isinstance`: it asks each object for its class, and some proxies raise.
-        if DistributedDataParallel not in type(found).__mro__ or not found.__dict__.get("_comm_hooks"):
-            continue
-        if any(p is parameter for p in found.module.parameters()):
+    for found in living(DistributedDataParallel):
+        if found.__dict__.get("_comm_hooks") and any(p is parameter for p in found.module.parameters()):
             hooked.append(found)
             if any(s is state for _, s in found._comm_hooks):
                 registered.append(found)

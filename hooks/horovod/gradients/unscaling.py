@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from ...exchanges.base import all_finite
 from ...training.grad_scaler import LossScale
+from ...training.living import living
 
 #: The right way to change gradients that ranks reduce.
 REMEDY = (
@@ -47,9 +47,7 @@ class Unscaling:
         """Look for scalers that may come, once, and for the one that has come to this optimizer; true if there are new
         ones."""
         if self._found is None or (optimizer is not None and not any(self._entries(optimizer))):
-            # No `isinstance`: it asks each object for its class, and some proxies raise.
-            every = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
-            self._found = [weakref.ref(scaler) for scaler in every if scaler.is_enabled()]
+            self._found = [weakref.ref(scaler) for scaler in living(torch.amp.GradScaler) if scaler.is_enabled()]
             return bool(self._found)
         return False
 
