@@ -4,6 +4,7 @@ waited for, and what is kept between steps is counted, thrown away, saved and lo
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,10 +28,10 @@ from .options import Options
 from .reducer import Reducer, Step
 from .session import Session
 from .sparse_gradient import SparseGradient
-from .statistics import Counted, Statistics
+from .statistics import WIDTH, Statistics
 
 
-class Front(Counted):
+class Front:
     """An interface to the reducer. It says which buckets it has made (`_made_buckets`), what ranks must have in common
     (`_description`), where the means of a step go, and what else becomes of a step that is thrown away (`_dropped`).
     """
@@ -47,6 +48,11 @@ class Front(Counted):
     #: None before the ranks have met, after `close`, and in a copy.
     _reducer: Reducer | None = None
     _step = 0
+
+    def __str__(self) -> str:
+        """The state and its counts so far; waits for nothing."""
+        head = (textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in repr(self).splitlines())
+        return "\n".join([*head, str(self._statistics)])
 
     def statistics(self) -> Statistics:
         """This rank's counts so far; within a step without a wait for what is in flight."""

@@ -79,17 +79,6 @@ class Statistics:
     transfer_bytes = former_property("transfer_bytes", "bytes_received")
 
 
-class Counted:
-    """A state with `Statistics`: `print` shows both."""
-
-    _statistics: Statistics
-
-    def __str__(self) -> str:
-        """The state and its counts so far; waits for nothing."""
-        head = (textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in repr(self).splitlines())
-        return "\n".join([*head, str(self._statistics)])
-
-
 def fewer(dense_bytes: int, bytes_sent: int, dense: str = "float32") -> str:
     """The bytes sent beside those of `dense`, for people; empty if they are the same."""
     if not bytes_sent or not dense_bytes or abs(dense_bytes / bytes_sent - 1) < 0.005:
