@@ -18,7 +18,6 @@ GROUPS = {
         "advise": ("steps.advise", "measure whether compression makes your model's steps faster"),
         "codecs": ("codec.codecs", "time every codec beside the memory roofline and torch's operations"),
         "warm": ("codec.warm", "compile kernels ahead, so that no training begins with it"),
-        "profile": ("steps.profile", "draw one bucket's way through a real step"),
         "links": ("links.run", "run a program on links of a known speed and length"),
         "gpu": ("gpu.gpu", "test, check and time the CUDA kernels on this machine's GPU"),
     },
@@ -29,7 +28,6 @@ GROUPS = {
         "hsdp": ("steps.hsdp", "time a step of sharded replicas, beside FSDP's own HSDP"),
         "pipeline": ("steps.pipeline", "time a step of a pipeline, with codes between its stages"),
         "allreduce": ("sparse.allreduce", "compare the algorithms of sparse all-reduce"),
-        "elastic": ("elastic.elastic", "kill and restart replicas of LocalUpdates: goodput, loss and stalls"),
     },
     "loss": {
         "learn": ("learning.learn", "train each way, on ranks that share a process: loss and bytes"),

@@ -54,8 +54,6 @@ class Publication:
     def shaped(self) -> bool:
         """True if it needs shaped links."""
         options = parsed(self.arguments)
-        if getattr(options, "simulate", None):
-            return False
         rates = getattr(options, "rates", None) or [getattr(options, "rate", None)]
         return any(rate not in (None, "none") for rate in rates)
 
@@ -108,8 +106,6 @@ pipeline-far-4: {stages} --rates 100mbit --delay 25ms --world 4
 paired-head: {head} --rates 1gbit --batch 64 --rounds 3 --steps 1
 paired-head-8: {head} --rates 1gbit 10gbit --batch 8 --rounds 5 --steps 1
 hsdp: hsdp --rate 1gbit
-elastic: elastic --rate 100mbit --delay 25ms --seed 3 4 5
-elastic-inside: elastic --rate 100mbit --delay 25ms --seed 3 4 5 --kill-in exchange --arms gradwire gradwire-undisturbed
 *learn-adamw: {learn} --learning-rates 4e-3 8e-3 --arms float32-b8 chunked25 chunked25-b5 topk1 wide1.5-b5 wide0.7-b5
 learn-large-long: learn benchmarks/results/learn.jsonl --task large-bfloat16 --steps 3000 --seeds 1
     --learning-rates 4e-3 --arms chunked25-b5 local3-wide0.7-b8
@@ -141,11 +137,8 @@ learn-large-sgd: {learn} --task large --optimizer sgd --world 2 --batch 8 --step
 *train-small: train --task small --readings 8 --timed 4
 train-small-adamw: train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8
     --readings 8 --timed 4
-*profiling: profile --rate 1gbit
 *allreduce: allreduce --world 8 --repeats 3
 allreduce-bytes: allreduce --world 8 --numel 25600000 --density 0.01 --overlap 0 --arms gather split-k --repeats 2
-allreduce-simulated: allreduce --simulate 16 256 1024 --numel 1048576 --density 0.001 --overlap 0 --arms gather split
-    split-k dense --rate 10gbit
 """
 
 

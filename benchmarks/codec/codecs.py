@@ -1,12 +1,9 @@
-"""Speed of each codec on one machine, and its effect on a gradient, without a network.
+"""Speed of each codec on one machine, without a network.
 
-Speed: beside each codec, in turns with it, runs the roofline, `torch.add(grad, residual, out=residual)`. With float32
+Beside each codec, in turns with it, runs the roofline, `torch.add(grad, residual, out=residual)`. With float32
 it moves 12 bytes an element, and an encode with error feedback cannot move less. Codecs also meet what one would write
 in torch, and the work of PyTorch's own hooks. Gradients change a little from call to call, as they do in training, and
 a codec has run for a while before it is timed: TopK's residual takes some 1/density calls to fill.
-
-Quality: relative error, cosine, bias over many draws, and the bits spent beside the entropy of the codes, on gradients
-that are made or captured from the demo's model while it learns.
 
 By default: all codecs, float32, 2^24 elements, one thread and all. Lists given to several options are crossed. GPUs
 have a command of their own, `gradwire-bench gpu`.
@@ -21,14 +18,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ...compress import CODECS, Codec, TopK
 from ..common import report
 from ..common.arguments import expect_at_least
 from ..common.arms import label
 from ..common.progress import Progress
-from . import inputs
 from .baselines import pytorch_baselines
-from .quality import quality
 from .speed import measure, measure_baselines, torch_threads
 
 OPERATIONS = {
@@ -50,45 +48,29 @@ COLOURS = {"encode_feedback": "#0072B2", "decode_mean": "#E69F00"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = tuple(dict.fromkeys(codec.name for codec in CODECS))
     threads = sorted({1, os.cpu_count() or 1})
-    tables = ("speed", "quality")
-    parser.add_argument("--tables", nargs="+", choices=tables, default=list(tables), help="default: both")
     parser.add_argument("--codecs", nargs="+", choices=names, default=list(names), help="default: all")
     parser.add_argument("--density", type=float, nargs="+", default=[0.01], help="of TopK, one or several")
     parser.add_argument("--json", metavar="FILE", help="write arguments, environment and every timing there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw times beside the roofline")
-    speed = parser.add_argument_group("speed")
-    speed.add_argument("--numel", type=int, nargs="+", default=[1 << 24], help="elements (default: 2^24)")
-    speed.add_argument("--threads", type=int, nargs="+", default=threads, help="for torch and gradwire (1 and all)")
-    speed.add_argument("--ranks", type=int, default=4, help="wires that decode_mean reads (default: %(default)s)")
-    speed.add_argument("--repeats", type=int, default=15, help="timings of each operation (default: %(default)s)")
-    speed.add_argument("--warmup", type=int, default=20, help="untimed encodes first (default: %(default)s)")
-    more = parser.add_argument_group("quality")
-    more.add_argument("--inputs", nargs="+", choices=inputs.INPUTS, default=list(inputs.INPUTS), help="default: all")
-    more.add_argument("--quality-numel", type=int, default=1 << 18, help="elements (default: 2^18)")
-    more.add_argument("--seeds", type=int, default=64, help="draws of stochastic codecs (default: %(default)s)")
+    parser.add_argument("--numel", type=int, nargs="+", default=[1 << 24], help="elements (default: 2^24)")
+    parser.add_argument("--threads", type=int, nargs="+", default=threads, help="for torch and gradwire (1 and all)")
+    parser.add_argument("--ranks", type=int, default=4, help="wires that decode_mean reads (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="timings of each operation (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=20, help="untimed encodes first (default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench codecs`."""
-    expect_at_least(options, ranks=1, repeats=1, warmup=0, quality_numel=1, seeds=2, numel=1, threads=1)
+    expect_at_least(options, ranks=1, repeats=1, warmup=0, numel=1, threads=1)
     arguments = {name: value for name, value in vars(options).items() if name not in ("command", "json", "plot")}
     with torch_threads(max(options.threads)):
         result = report.document("codecs", arguments)
-    result |= {"operations": OPERATIONS, "codecs": [], "rivals": [], "quality": []}
+    result |= {"operations": OPERATIONS, "codecs": [], "rivals": []}
     codecs = selected(options.codecs, options.density)
-    crossed = list(itertools.product(options.numel, options.threads)) if "speed" in options.tables else []
-    checked = options.inputs if "quality" in options.tables else []
-    with Progress("codecs", len(crossed) * (len(codecs) + 1) + len(checked) * len(codecs)) as progress:
+    crossed = list(itertools.product(options.numel, options.threads))
+    with Progress("codecs", len(crossed) * (len(codecs) + 1)) as progress:
         for numel, threads in crossed:
             add_speed(result, numel, threads, codecs, options, progress)
-        for name in checked:
-            gradient = inputs.gradient(name, options.quality_numel)
-            with torch_threads(1):
-                for codec in codecs:
-                    progress.advance(1, f"{label(codec)} on {name} gradients")
-                    result["quality"].append(
-                        {"label": label(codec), "gradients": name, **quality(codec, gradient, options.seeds)}
-                    )
     report.deliver(result, tables(result), options, plot)
     return 0
 
@@ -111,7 +93,8 @@ def add_speed(
     progress: Progress,
 ) -> None:
     """Time every codec, and PyTorch's own compressions."""
-    gradients = inputs.sequence("gaussian", numel, 4)
+    base = noise(numel, 0)
+    gradients = [base + 0.3 * noise(numel, 1 + i) for i in range(4)]  # they change a little, as in training
     for codec in codecs:
         progress.advance(1, f"{label(codec)}, {threads} thread(s)")
         result["codecs"].append(measure(codec, gradients, threads, options.ranks, options.repeats, options.warmup))
@@ -120,8 +103,12 @@ def add_speed(
     result["rivals"] += measure_baselines(baselines, gradients, threads, options.repeats)
 
 
+def noise(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
 def tables(result: Mapping[str, Any]) -> list[report.Table]:
-    """Times under each condition, then what each codec does to each kind of gradient."""
+    """Times under each condition."""
     arguments = result["arguments"]
     rows = [*result["codecs"], *result["rivals"]]
     where = report.describe(result["environment"])
@@ -138,17 +125,6 @@ def tables(result: Mapping[str, Any]) -> list[report.Table]:
         title = f"Codecs on {numel:,} float32, gaussian, backend cpu, {threads} thread(s)"
         columns = ["codec", "bits", "EF", "encode", "decode", "Tracking", "in torch"]
         found.append(report.Table(title, columns, [speed_row(row) for row in group], notes))
-    kinds = list(dict.fromkeys(row["gradients"] for row in result["quality"]))
-    for kind in kinds:
-        columns = ["codec", "rel. error", "cosine", "bias", "in std. errors", "entropy"]
-        title = f"Quality on {arguments['quality_numel']:,} float32, {kind}"
-        notes = (
-            f"{where}\nbias: mean signed error / mean magnitude; in standard errors: the mean's distance from the "
-            f"gradient over {arguments['seeds']} draws, about 1 where unbiased; TernGrad's from what it clips to; "
-            "entropy: of the codes, bits an element"
-        )
-        group = [row for row in result["quality"] if row["gradients"] == kind]
-        found.append(report.Table(title, columns, list(map(quality_row, group)), notes if kind == kinds[-1] else ""))
     return found
 
 
@@ -159,29 +135,10 @@ def speed_row(row: Mapping[str, Any]) -> list[str]:
     return [row["label"], f"{8 * row['wire_bytes_per_element']:.2g}", *cells, "" if chain is None else f"{chain:.1f}"]
 
 
-def quality_row(row: Mapping[str, Any]) -> list[str]:
-    errors = row["bias_of_clipped_in_standard_errors"]
-    errors = row["bias_in_standard_errors"] if errors is None else errors
-    return [
-        row["label"],
-        f"{row['relative_error']:.3g}",
-        f"{row['cosine']:.4f}",
-        f"{row['bias']:.1e}",
-        "" if errors is None else f"{errors:.3g}",
-        f"{row['entropy_bits_per_element']:.3f}",
-    ]
-
-
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Bars for each codec under the first condition: encode_feedback and decode_mean beside the roofline.
-
-    Raises:
-        ValueError: nothing was timed.
-    """
+    """Bars for each codec under the first condition: encode_feedback and decode_mean beside the roofline."""
     facts = ("numel", "threads")
     rows = [row for row in result["codecs"] if all(row[name] == result["codecs"][0][name] for name in facts)]
-    if not rows:
-        raise ValueError("--plot draws speed, and nothing was timed: --tables must include speed")
     figure, axes = report.subplots(figsize=(8.5, 1.4 + 0.5 * len(rows)))
     for place, (name, colour) in enumerate(COLOURS.items()):
         values = [row["ratio_to_add"][name] for row in rows]

@@ -1,24 +1,13 @@
 """Ranks that share a process: the library's own exchanges, feedback and codecs, over memory instead of a network.
 
-    world = World(1024, Network(alpha=50e-6, beta=8e-9))
-    results = world.run(stages)    # stages(group) on every rank: a generator that yields what it waits for
-    world.times, world.work        # seconds of each rank in the network, and of its processor
+    results = World(1024).run(stages)    # stages(group) on every rank: a generator that yields what it waits for
 
 Ranks run in lockstep on one thread: each goes on until it yields, and all have yielded before anything is waited for.
-Only the transport is simulated. A collective starts when the last rank has joined, and ends for a rank after
-
-    all-to-all                 α + (P-1)·o + b·β
-    all-gather                 ⌈log2 P⌉·α + b·β
-    all-reduce                 2·⌈log2 P⌉·α + b·β
-
-with b the larger of the bytes it sends and receives, α the latency and o the cost of one more message, as good
-implementations do (recursive doubling, and Rabenseifner's all-reduce). Collectives in flight share the link.
+Only the transport is simulated: a collective moves everybody's data once the last rank has joined.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -32,29 +21,8 @@ from ...hooks.comm.group import Group
 from ...hooks.comm.ports import Stages, Work
 
 
-@dataclass(frozen=True)
-class Network:
-    """α–β–o: seconds of latency, seconds a byte, and seconds for each further message of an all-to-all."""
-
-    alpha: float
-    beta: float
-    overhead: float = 2e-6
-
-
-@dataclass
-class Clock:
-    """One rank's seconds: in the network so far, until its link is free, and of its processor."""
-
-    now: float = 0.0
-    link: float = 0.0
-    work: float = 0.0
-
-
 class World:
     """`size` ranks.
-
-    Args:
-        network: between any two ranks.
 
     Attributes:
         groups: one for each rank.
@@ -62,14 +30,12 @@ class World:
         pending: the ranks' parts, in their order, of collectives that have not been moved yet, by number.
     """
 
-    def __init__(self, size: int, network: Network | None = None) -> None:
-        self.size, self.network = size, network or Network(0.0, 0.0, 0.0)
-        self.clocks = [Clock() for _ in range(size)]
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.groups = [InProcessGroup(self, rank) for rank in range(size)]
         self.pending = defaultdict[int, list[_Part]](list)
         self.completed = 0
         self._gathered: dict[int, tuple[Tensor, int]] = {}
-        self._since = 0.0
 
     def run(self, function: Callable[[InProcessGroup], Stages]) -> list[Any]:
         """Run `function(group)`'s stages on every rank. Returns what each returned, by rank."""
@@ -77,28 +43,14 @@ class World:
         while running:
             works: list[Work] = []
             for rank, stages in list(running.items()):
-                self.begin()
                 try:
                     works.append(next(stages))
                 except StopIteration as end:
                     results[rank] = end.value
                     del running[rank]
-                self.clocks[rank].work += time.thread_time() - self._since
             for work in works:
                 work.wait()
         return results
-
-    @property
-    def times(self) -> list[float]:
-        return [clock.now for clock in self.clocks]
-
-    @property
-    def work(self) -> list[float]:
-        return [clock.work for clock in self.clocks]
-
-    def begin(self) -> None:
-        """Count the work of the rank that runs from here on."""
-        self._since = time.thread_time()
 
     def complete(self, number: int) -> None:
         """Move what collectives up to this one move, in the order in which they were started."""
@@ -108,10 +60,6 @@ class World:
             if len(parts) < self.size:
                 raise RuntimeError(f"{len(parts)} of {self.size} ranks have joined collective {self.completed}")
             parts[0].move([part.arguments for part in parts])
-            start = max(part.start for part in parts)
-            for clock, part in zip(self.clocks, parts, strict=True):
-                moved = part.size() if callable(part.size) else part.size
-                clock.link = part.end = max(start + part.latency, clock.link) + moved * self.network.beta
 
     def gathered(self, number: int, make: Callable[[], Tensor]) -> Tensor:
         """The same memory for the same call on every rank: an all-gather returns the same everywhere."""
@@ -128,24 +76,15 @@ class _Part:
 
     Attributes:
         move: moves everybody's data; it is given the ranks' arguments.
-        size: bytes that this rank moves, or what tells them afterwards.
-        start: of the rank's clock, as it joins; end: as all has arrived.
     """
 
     world: World
     number: int
-    rank: int
     arguments: Any
     move: Callable[[list[Any]], None]
-    latency: float
-    size: int | Callable[[], int]
-    start: float
-    end: float = 0.0
 
     def wait(self) -> None:
         self.world.complete(self.number)
-        clock = self.world.clocks[self.rank]
-        clock.now = max(clock.now, self.end)
 
 
 class InProcessGroup(Group):
@@ -160,29 +99,12 @@ class InProcessGroup(Group):
         """This group: in lockstep messages arrive in the order in which they are sent."""
         return self
 
-    def join(
-        self, arguments: Any, move: Callable[[list[Any]], None], latency: float, size: int | Callable[[], int]
-    ) -> Work:
+    def join(self, arguments: Any, move: Callable[[list[Any]], None]) -> Work:
         """Start a collective, by the arguments of `_Part`. Every rank starts the same ones, in the same order."""
         self._calls += 1
-        start, latency = self.world.clocks[self.rank].now, latency if self.size > 1 else 0.0
-        part = _Part(self.world, self._calls, self.rank, arguments, move, latency, size, start)
+        part = _Part(self.world, self._calls, arguments, move)
         self.world.pending[self._calls].append(part)
         return part
-
-    def begin(self) -> None:
-        """Leave this rank's work so far in this stage uncounted."""
-        self.world.begin()
-
-    @property
-    def swap_latency(self) -> float:
-        """Seconds of an all-to-all."""
-        return self.world.network.alpha + (self.size - 1) * self.world.network.overhead
-
-    @property
-    def gather_latency(self) -> float:
-        """Seconds of an all-gather."""
-        return math.ceil(math.log2(self.size)) * self.world.network.alpha
 
     def gather_output(
         self, *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
@@ -199,23 +121,19 @@ class InProcessGroup(Group):
             for into in {into.data_ptr(): into for into, _ in arguments}.values():
                 into.view(-1).copy_(whole)
 
-        others = (sum(sizes) - row.numel()) * row.element_size()
-        return self.join((output, row), move, self.gather_latency, others)
+        return self.join((output, row), move)
 
     def all_to_all(self, output: Tensor, rows: Tensor) -> Work:
         sizes = [rows.numel() // self.size] * self.size
         return self.all_to_all_v(output, rows, sizes, sizes)
 
     def all_to_all_v(self, output: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> Work:
-        own = received[self.rank]
-        size = max(sum(received) - own, sum(sent) - own) * rows.element_size()
-        return self.join((output, rows, sent), _transpose, self.swap_latency, size)
+        return self.join((output, rows, sent), _transpose)
 
     def pairwise(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
         own = sent[self.rank]
         received[self.rank][: len(own)].copy_(own)
-        size = max(sum(part.nbytes for part in parts) - parts[self.rank].nbytes for parts in (received, sent))
-        return self.join((received, sent), _swap, self.swap_latency, size)
+        return self.join((received, sent), _swap)
 
     def variable_message(self, longest: int) -> Any:
         return InProcessMessage(self)
@@ -236,7 +154,7 @@ class InProcessGroup(Group):
             for given in tensors:
                 given.copy_(total)
 
-        return self.join(tensor, move, 2 * self.gather_latency, 2 * tensor.nbytes * (self.size - 1) // self.size)
+        return self.join(tensor, move)
 
 
 class InProcessMessage:
@@ -250,23 +168,14 @@ class InProcessMessage:
         """Nothing: no message needs announcing."""
 
     def send(self, letters: Sequence[Tensor]) -> Any:
-        group = self._group
-        to_all = all(letter is letters[0] for letter in letters)
-        sent = len(letters[0]) if to_all else sum(map(len, letters)) - len(letters[group.rank])
-        arrived = list[Tensor]()
-
         def move(arguments: list[Any]) -> None:
-            for to, (_, into) in enumerate(arguments):
-                into.extend(given[to] for given, _ in arguments)
+            for to, (_, message) in enumerate(arguments):
+                arrived = [given[to] for given, _ in arguments]
+                message.received = torch.empty(len(arrived), max(map(len, arrived)), dtype=torch.uint8)
+                for row, letter in zip(message.received, arrived, strict=True):
+                    row[: len(letter)] = letter
 
-        def size() -> int:
-            lengths = [len(letter) for letter in arrived]
-            self.received = torch.empty(group.size, max(lengths), dtype=torch.uint8)
-            for row, letter in zip(self.received, arrived, strict=True):
-                row[: len(letter)] = letter
-            return max(sent, sum(lengths) - lengths[group.rank])
-
-        return group.join((letters, arrived), move, group.gather_latency if to_all else group.swap_latency, size)
+        return self._group.join((letters, self), move)
 
 
 def _swap(arguments: list[Any]) -> None:

@@ -158,10 +158,6 @@ class Processes:
             start_new_session=True,
         )
 
-    def host(self, rank: int) -> str:
-        """The address at which the others find `rank`."""
-        return "127.0.0.1"
-
     def check(self) -> None:
         """Raises LinkError where what the processes run on has gone."""
 

@@ -134,10 +134,6 @@ class Loopback(Processes):
     def __str__(self) -> str:
         return f"unshaped loopback between {self.world_size} ranks"
 
-    def sent_bytes(self, rank: int) -> int | None:
-        """As `verification.sent_bytes` of a rank, by any process; None where the kernel's count is not one rank's."""
-        return None
-
     def _tcp(self) -> dict[str, str]:
         return {}
 
@@ -216,12 +212,6 @@ class ShapedLinks(Loopback):
 
     def port(self) -> int:
         return 29500  # nobody else is in these namespaces
-
-    def host(self, rank: int) -> str:
-        return _address(rank // self.per_node)
-
-    def sent_bytes(self, rank: int) -> int | None:
-        return int(_tool(*self._prefix(rank), "cat", f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"))
 
     def _address(self, port: int) -> dict[str, str]:
         return {"MASTER_ADDR": _address(0), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": INTERFACE}

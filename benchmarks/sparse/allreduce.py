@@ -6,15 +6,11 @@ owners keep the k largest sums). Shown are the median time of the slowest rank, 
 received, as the kernel counts them, which algorithm was fastest, and what "auto" took.
 
 Links need root and iproute2; `--rate none` runs over loopback, where bytes cannot be told apart by rank.
-
-`--simulate 16 256 4096` runs the same algorithms in one process instead, on simulated ranks (see `common.in_process`)
-with links of `--rate` and a latency of `--alpha` microseconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -34,12 +30,10 @@ from ...hooks.exchanges.split import Split
 from ...hooks.sparse import all_reduce as sparse
 from ..common import report
 from ..common.arguments import add_output, expect_counts
-from ..common.in_process import Network
 from ..links import flags
 from ..links.driver import document, measured
 from ..links.turns import slowest
 from ..links.verification import caption, received_bytes
-from . import simulation
 
 ALGORITHMS = ("gather", "union", "split", "dense")
 AUTO, KEPT = "auto", "split-k"
@@ -57,8 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     flags.add_links(parser, world=False)
     parser.add_argument("--repeats", type=int, default=5, help="calls of each arm a cell (%(default)s)")
-    parser.add_argument("--simulate", type=int, nargs="+", metavar="P", help="simulated world sizes, up to 4096")
-    parser.add_argument("--alpha", type=float, default=50.0, help="simulated latency in µs (%(default)s)")
     add_output(parser, timeout=1200, each="each world size", plot="time against density")
 
 
@@ -68,8 +60,6 @@ def run(options: argparse.Namespace) -> int:
     for name, values in (("density", options.density), ("overlap", options.overlap)):
         if not all(0 <= value <= 1 for value in values) or (name == "density" and 0 in values):
             raise ValueError(f"--{name} {values}: expected numbers up to 1, and densities above 0")
-    if options.simulate:
-        return run_simulation(options)
     arguments = {name: getattr(options, name) for name in ("density", "overlap", "numel", "values", "arms", "repeats")}
     result = document("allreduce", options, **arguments)
     result["links"], result["cells"] = {}, []
@@ -81,74 +71,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_simulation(options: argparse.Namespace) -> int:
-    """The same algorithms on simulated ranks; a delay is their latency."""
-    rates, distance = flags.network_of(options)
-    rate = rates[options.rate]
-    if rate is None:
-        raise ValueError("--simulate needs a --rate: nothing is known of a loopback's")
-    if not all(2 <= size <= 4096 for size in options.simulate):
-        raise ValueError(f"--simulate {options.simulate}: expected world sizes from 2 to 4096")
-    names = ("density", "overlap", "numel", "values", "simulate", "rate", "alpha")
-    recorded, threads = flags.recorded(distance), torch.get_num_threads()
-    torch.set_num_threads(1)  # of each simulated rank
-    try:
-        result = report.document("allreduce-simulation", {name: getattr(options, name) for name in names} | recorded)
-        network = Network(options.alpha * 1e-6 if distance is None else distance.delay, 8 / rate)
-        simulated_cell(options, 2, 0.01, 0.5, network)  # compiles
-        cells = itertools.product(options.simulate, options.density, options.overlap)
-        result["cells"] = [simulated_cell(options, *cell, network) for cell in cells]
-    finally:
-        torch.set_num_threads(threads)
-    report.deliver(result, tables(result), options, plot)
-    return 0
-
-
-def simulated_cell(
-    options: argparse.Namespace, world_size: int, density: float, overlap: float, network: Network
-) -> dict[str, Any]:
-    numel = options.numel
-    k = max(1, math.ceil(density * numel))
-    index_set = IndexSets(numel, density, overlap)
-    sets = [index_set(rank) for rank in range(world_size)]
-    arms = {}
-    for arm in ("gather", "union", "split", KEPT):
-        if arm in options.arms and not (arm == "union" and k * world_size > simulation.UNION_ENTRIES):
-            task = simulation.Task(arm, numel, DTYPES[options.values], sets)
-            arms[arm] = simulation.simulate(task, world_size, network)
-    if "dense" in options.arms:
-        arms["dense"] = simulation.estimate_dense(numel, world_size, network)
-    contest = [arm for arm in arms if arm in ALGORITHMS]
-    winner = min(contest, key=lambda arm: arms[arm]["seconds"]) if contest else None
-    return {"world_size": world_size, "density": density, "overlap": overlap, "k": k, "arms": arms, "winner": winner}
-
-
 def tables(result: Mapping[str, Any]) -> list[report.Table]:
-    """The table of a measurement, or of a simulation."""
-    return [(simulation_table if result["benchmark"] == "allreduce-simulation" else link_table)(result)]
-
-
-def simulation_table(result: Mapping[str, Any]) -> report.Table:
-    arguments = result["arguments"]
-    shown = list(dict.fromkeys(arm for cell in result["cells"] for arm in cell["arms"]))
-    rows = []
-    for cell in result["cells"]:
-        row = [f"{cell['world_size']}", f"{cell['density']:.3g}", f"{cell['overlap']:.2g}"]
-        for arm in shown:
-            found = cell["arms"].get(arm)
-            text = f"{found['seconds'] * 1e3:.3g} / {found['received_bytes'] / 1e6:.3g}" if found else "not run"
-            row.append(text)
-        rows.append([*row, cell["winner"] or ""])
-    title = (
-        f"SIMULATED sparse all-reduce of {arguments['numel']} elements, values as {arguments['values']}, links of "
-        f"{arguments['rate']}, {arguments['alpha']:g} µs"
-    )
-    notes = [
-        report.describe(result["environment"]),
-        "ms / MB received by one rank. Selection, packing and merging are run, and counted as processor time of one "
-        "thread here; the network is arithmetic; split-k gives the k largest sums alone and is no contestant",
-    ]
-    return report.Table(title, ["P", "density", "overlap", *shown, "fastest"], rows, "\n".join(notes))
+    return [link_table(result)]
 
 
 def measure(
@@ -340,8 +264,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     arguments = result["arguments"]
-    what = "Simulated sparse" if "simulate" in arguments else "Sparse"
-    title = f"{what} all-reduce of {arguments['numel'] / 1e6:.3g} M elements on links of {arguments['rate']}, "
+    title = f"Sparse all-reduce of {arguments['numel'] / 1e6:.3g} M elements on links of {arguments['rate']}, "
     axes.set_title(title + f"{world_size} ranks with {overlap:.0%} of their indices in common", fontsize=10)
     report.label_ends(axes, lines)
     report.save(figure, path, dpi=120)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import itertools
 import json
-import math
 import random
 import re
 import statistics
@@ -18,16 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire.benchmarks import cli, publish
-from gradwire.benchmarks.codec import baselines, inputs, quality, speed
+from gradwire.benchmarks.codec import baselines, speed
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import ARMS
 from gradwire.benchmarks.learning import learn, summary
 from gradwire.benchmarks.links import links, turns
 from gradwire.benchmarks.sparse import allreduce
-from gradwire.benchmarks.steps import exchange, hsdp, profile, step
-from gradwire.compress import CODECS, QSGD, Cast, ChunkedTopK, Codec, OneBit, Ternary, TernGrad, TopK
+from gradwire.benchmarks.steps import exchange, hsdp, step
+from gradwire.compress import CODECS, QSGD, Codec, OneBit, Ternary, TernGrad, TopK
 from gradwire.compress.backends import use_backend
-from lacking import needs_all_threads
 from matplotlib.text import Text
 
 
@@ -77,7 +74,7 @@ Measured = Callable[..., tuple[dict[str, Any], str]]
 
 
 def test_codecs_in_miniature(measured: Measured) -> None:
-    line = "codecs --tables speed --numel 20000 30000 --repeats 2 --warmup 1 --ranks 3 --density 0.01 0.1 --threads 1"
+    line = "codecs --numel 20000 30000 --repeats 2 --warmup 1 --ranks 3 --density 0.01 0.1 --threads 1"
     document, printed = measured(line, plot=True)
     assert document["arguments"]["ranks"] == 3
     chosen = [c for codec in CODECS for c in ([TopK(0.01), TopK(0.1)] if isinstance(codec, TopK) else [codec])]
@@ -97,75 +94,6 @@ def test_codecs_in_miniature(measured: Measured) -> None:
         assert row["bytes_per_element"]["decode_mean"] == pytest.approx(4 + 3 * wire)
     assert {row["name"] for row in rows if "torch" in row["times_s"]} == {"topk", "onebit", "qsgd", "terngrad"}
     assert [row["name"] for row in document["rivals"]] == ["torch-fp16", "torch-bf16", "torch-powersgd"] * 2
-
-
-def test_quality_in_miniature(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    cubes = torch.randn(2, 5000, generator=torch.Generator().manual_seed(5)) ** 3
-    monkeypatch.setattr(inputs, "capture", lambda: cubes)
-    document, _ = measured("codecs --tables quality --quality-numel 10001 --seeds 32 --threads 1")
-    assert document["codecs"] == document["rivals"] == []
-    rows = {(row["name"], row["codec"], row["gradients"]): row for row in document["quality"]}
-    assert len(rows) == len(CODECS) * len(inputs.INPUTS)
-    for (name, _, gradients), row in rows.items():
-        assert 0 <= row["entropy_bits_per_element"] <= row["bits_per_element"] + 1e-9
-        assert 0 < row["cosine"] <= 1 + 1e-12
-        if name == "identity":
-            assert (row["relative_error"], row["bias"], row["cosine"]) == (0, 0, pytest.approx(1))
-        unbiased = {"qsgd": "bias_in_standard_errors", "terngrad": "bias_of_clipped_in_standard_errors"}
-        if name in unbiased:
-            assert row[unbiased[name]] < 1.1
-        else:
-            assert row["bias_in_standard_errors"] is None
-        if (name, gradients) == ("terngrad", "captured"):  # cubes of Gaussians: the tail is clipped away
-            assert row["bias_in_standard_errors"] > 1.5
-
-
-def test_bias_is_seen() -> None:
-    """What is one standard error of every element away gives 1, and what is off by more than chance gives more."""
-    exact, variance = torch.full((1000,), 2.0).double(), torch.full((1000,), 0.01).double()
-    chance = 0.1 * torch.randn(1000, generator=torch.Generator().manual_seed(0)).double()
-    assert quality.standard_errors(chance, exact, variance) == pytest.approx(1, abs=0.1)
-    assert quality.standard_errors(chance + 0.2, exact, variance) > 2
-    assert quality.standard_errors(0 * exact, 0 * exact, 0 * exact) == 0
-
-
-def test_entropy_is_of_the_codes_alone() -> None:
-    """A gradient whose codes are known: half of the signs set, and of four codes one in four each."""
-    x = torch.tensor([-1.0, 1.0]).repeat(5120)
-    assert wire_entropy(OneBit(), x) == pytest.approx(1 + 64 / 1024)
-    x = torch.tensor([-3.0, -1.0, 1.0, 3.0]).repeat(2560)
-    assert wire_entropy(QSGD(bits=3, rounding="nearest"), x) == pytest.approx(2 + 32 / 512)
-    x = torch.tensor([-1.0, 0.0, 0.0, 1.0]).repeat(2560)
-    for ternary in (TernGrad(rounding="nearest"), Ternary()):
-        assert wire_entropy(ternary, x) == pytest.approx(1.5 + 32 / 1280)
-    for codec in (TopK(0.01), TopK(0.01, indices="plain")):  # two entries of 200: 19900 pairs
-        x = torch.arange(200.0)
-        assert wire_entropy(codec, x) == pytest.approx((math.log2(19900) + 64) / 200)
-    for values, bits in ((2, 64 + 32), (torch.float32, 64)):  # two entries of 512, levels, codes and what fills a word
-        chunked = ChunkedTopK(k=2, chunk=512, values=values)
-        assert wire_entropy(chunked, torch.arange(1024.0)) == pytest.approx((math.log2(130816) + bits) / 512)
-    assert wire_entropy(Cast(torch.float16), torch.tensor([1.0, 2.0]).repeat(50)) == pytest.approx(1)
-
-
-def wire_entropy(codec: Codec, x: torch.Tensor) -> float:
-    wire = torch.empty(codec.wire_bytes(len(x)), dtype=torch.uint8)
-    with use_backend("reference"):
-        codec.encode(x, wire, None, codec.workspace(len(x)))
-    return quality.entropy(codec, wire.numpy(), len(x))
-
-
-def test_gradients_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "CAPTURED_STEPS", (0, 2))
-    small = dataclasses.replace(inputs.task_of(1), width=16, layers=1, heads=2)
-    monkeypatch.setattr(inputs, "task_of", lambda ranks: small)
-    found = inputs.capture.__wrapped__()
-    assert found.shape[0] == 2
-    assert found.isfinite().all()
-    assert not torch.equal(found[0], found[1])
-    monkeypatch.setattr(inputs, "capture", lambda: found)
-    long = found.shape[1] + 3
-    assert torch.equal(inputs.gradient("captured", long, 3), torch.cat((found[1], found[1][:3])))
-    assert torch.equal(inputs.gradient("captured", long - 5), found[0][1 : 1 + long - 5])
 
 
 def test_ratios_are_of_medians() -> None:
@@ -268,42 +196,32 @@ REFUSED = [
         (line, rf"{line[line.index('--') :].split()[0]} \S.*: expected at least \d\n")
         for line in (
             "paired --rounds 0", "paired --models 0", "paired --steps 0", "paired --world 1", "step --rounds 0",
-            "step --warmup -1", "exchange --steps 0", "exchange --numel 7", "hsdp --rounds 0", "profile --steps 0",
+            "step --warmup -1", "exchange --steps 0", "exchange --numel 7", "hsdp --rounds 0",
             "allreduce --repeats 0", "allreduce --world 4 1", "train --timed 0", "train --steps 0",
-            "learn runs.jsonl --jobs 0", "learn runs.jsonl --world 1", "codecs --quality-numel 0",
+            "learn runs.jsonl --jobs 0", "learn runs.jsonl --world 1",
         )
     ),
     ("codecs --numel 0", "--numel"),
-    ("codecs --seeds 1", "--seeds"),
     ("codecs --threads 1 0", "--threads"),
     ("step --density 2", r"density=2.0: expected a number in \(0.0, 1.0\]"),
     ("exchange --density 2", r"density=2.0: expected a number in \(0.0, 1.0\]"),
     ("exchange --numel 3", "at least 8"),
     ("exchange --rates none --plot exchange.png", "it draws times against the links' rates"),
-    ("allreduce --simulate 5000", "from 2 to 4096"),
-    ("allreduce --simulate 4 --rate none", "needs a --rate"),
     ("allreduce --density 0", "densities above 0"),
     ("allreduce --overlap 2", "up to 1"),
     ("pipeline --world 3 --layers 4", "--layers 4 --chunks 8: expected a multiple of --world 3"),
     *((f"step --rate={rate}", "such as 100mbit") for rate in ("", "1", "gbit", "-1gbit", "0mbit", "fast")),
     ("step --delay 25", "expected a number and a unit"),
     ("allreduce --delay 0ms", "more than 0"),
-    ("profile --delay 5ms --rate none", "no distance"),
     ("train --delay 5ms --rates none", "no distance"),
     ("links --delay 5ms --rate none -- true", "no distance"),
-    ("elastic --rate none --replicas 1", "--replicas 1: expected at least 2"),
-    ("elastic --rate none --every 0", "--every 0: expected at least 1"),
-    ("elastic --rate none --step -1", "--step -1: expected more than 0 seconds"),
-    ("elastic --rate none --kill-every 0", "--kill-every 0: expected more than 0 seconds"),
-    ("elastic --rate none --seconds 10 --kill-every 12", "nobody would be killed in --seconds 10"),
-    ("elastic --rate none --delay 25ms", "--delay needs a rate"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "words"), REFUSED)
 def test_what_cannot_be_measured_is_refused(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is started."""
-    assert cli.main([*line.split(), *["--arms", "gradwire"] * line.startswith("elastic")]) == 2
+    assert cli.main(line.split()) == 2
     assert re.search(words, capsys.readouterr().err)
 
 
@@ -482,40 +400,6 @@ def test_exchanges_are_compared_with_and_without_the_floor(tmp_path: Path) -> No
     assert picture.stat().st_size > 10_000
 
 
-# -- profile --------------------------------------------------------------------------------------------------------
-
-
-@needs_all_threads
-def test_profile_in_miniature(measured: Measured, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    line = f"profile --rate none --width 64 --layers 3 --steps 3 --warmup 3 --trace {trace}"
-    document, said = measured(line, plot=True)
-    for side in document["ranks"]:
-        assert len(side["steps"]) == 3
-        for phase in profile.PHASES:
-            assert side["counted_s"][phase] > 0
-            assert side["trace_s"][phase] > side["counted_s"][phase] - 0.001
-    times = sorted(step["seconds"] for step in document["ranks"][0]["steps"])
-    assert document["drawn"]["seconds"] == times[1]
-    spans = document["drawn"]["spans"]
-    whats = list(dict.fromkeys(span["what"] for span in spans if span["bucket"] == 0))
-    assert whats == [profile.READY, *profile.PHASES]
-    assert "gradwire:encode bucket 0" in trace.read_text()
-    assert "NOT SHAPED" in said
-
-
-def test_backward_ends_where_the_main_thread_begins_to_wait() -> None:
-    computing = profile.COMPUTING + ": AddmmBackward0"
-    events = [("step", 10.0, 20.0), ("forward", 10.0, 12.0), ("backward", 12.0, 18.0), ("optimizer", 18.0, 20.0)]
-    events += [(computing, 12.0, 14.0), (computing, 14.0, 15.0), ("aten::mm", 12.0, 13.0)]
-    events += [("ready bucket 0", 14.0, 14.5), ("gradwire:encode bucket 0", 14.5, 16.0)]
-    (step_,) = profile.split(profile.spans_of(events))
-    assert step_["seconds"] == 10.0
-    found = {(span["what"], span["start"], span["end"]) for span in step_["spans"]}
-    assert {("backward", 2.0, 5.0), ("waits for the buckets", 5.0, 8.0), ("encode", 4.5, 6.0)} < found
-    assert len(found) == 6
-
-
 # -- allreduce ------------------------------------------------------------------------------------------------------
 
 
@@ -549,27 +433,18 @@ def test_a_cell_lasts_as_long_as_its_slowest_rank() -> None:
     assert cell["winner"] == "union"
 
 
-def test_a_simulation_in_miniature(measured: Measured) -> None:
-    line = "allreduce --simulate 4 32 --rate 1gbit --numel 20000 --density 0.01 0.1 --overlap 0"
-    document, said = measured(line, "allreduce-simulation", plot=True)
-    small, *_, large = (cell["arms"] for cell in document["cells"] if cell["density"] == 0.01)
-    assert large["gather"]["received_bytes"] > 9 * small["gather"]["received_bytes"]
-    assert large["split-k"]["received_bytes"] < 3 * small["split-k"]["received_bytes"]
-    assert "SIMULATED" in said
-
-
 def test_without_extras_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["codecs"]) == 2
     assert "pip install 'gradwire[bench]'" in capsys.readouterr().err
 
 
-PICTURES: dict[str, Any] = {"exchange": exchange.plot, "learn": learn.plot, "profiling": profile.plot}
+PICTURES: dict[str, Any] = {"exchange": exchange.plot, "learn": learn.plot}
 PICTURES["train"] = summary.plot
 
 
 @pytest.mark.parametrize(
-    "name", ["exchange", "learn-adamw", "learn-digits", "learn-sgd", "profiling", "train-digits", "train-large"]
+    "name", ["exchange", "learn-adamw", "learn-digits", "learn-sgd", "train-digits", "train-large"]
 )
 def test_labels_do_not_cover_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
@@ -580,6 +455,6 @@ def test_labels_do_not_cover_each_other(name: str, monkeypatch: pytest.MonkeyPat
     texts = [text for axes in drawn[0].axes for text in axes.texts if text.get_text()]
     boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts]  # without their arrows
     assert len(boxes) >= 3
-    assert name == "profiling" or all(len(axes.texts) <= 5 for axes in drawn[0].axes)
+    assert all(len(axes.texts) <= 5 for axes in drawn[0].axes)
     for (one, box), (other, beside) in itertools.combinations(boxes, 2):
         assert not box.overlaps(beside), (one, other)
