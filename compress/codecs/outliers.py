@@ -18,6 +18,9 @@ from ..formats.entries import VALUE_DTYPES, index_fields, value_fields
 from ..formats.wire import Part
 from .topk import TopK
 
+#: Elements of a piece: 1 MB of float32.
+PIECE = 1 << 18
+
 
 @dataclass(frozen=True)
 class Outliers(Codec):
@@ -98,10 +101,7 @@ class Outliers(Codec):
 
 
 class OutlierKernels(Kernels[Outliers]):
-    """In torch, around a backend's kernels of `TopK` and of the inner code. The host of a GPU does not wait.
-
-    Entries that are not used, or do not count, are put behind the last element, where nothing reads them.
-    """
+    """In torch, around a backend's kernels of `TopK` and of the inner code. The host of a GPU does not wait."""
 
     def __init__(self, backend: Backend) -> None:
         topk = backend.kernels["topk"]
@@ -149,8 +149,8 @@ class OutlierKernels(Kernels[Outliers]):
         total = self._sum(len(x), workspace)
         total[:-1].copy_(x)
         indices, values, blocks = wire.split(codec.part_bytes(len(x)))
-        row, found, taken = self._select(codec, total, workspace)
-        total.index_fill_(0, torch.where(taken, row[1:], len(x)).long(), 0.0)
+        row, found, at, taken = self._select(codec, total[:-1], workspace)
+        total.index_copy_(0, at, total[at].masked_fill_(taken, 0.0))
         inner, room = self._part(codec.inner, len(x), workspace)
         inner.encode(codec.inner, total[:-1], blocks, draw, room)
         self.entries.pack_indices(row[1:], row[:1], 0, len(x), indices)
@@ -162,54 +162,98 @@ class OutlierKernels(Kernels[Outliers]):
         total = self._sum(len(grad), workspace)
         torch.add(grad, residual, out=total[:-1])
         indices, values, blocks = wire.split(codec.part_bytes(len(grad)))
-        row, found, taken = self._select(codec, total, workspace)
-        total[:-1].copy_(grad)
-        total.index_fill_(0, torch.where(taken, row[1:], len(grad)).long(), 0.0)
-        # Of the residual there is no element behind the last: the first place taken, if any, stands in for others.
-        at = torch.where(taken, row[1:], row[1:].gather(0, taken.byte().argmax()[None])).long()
-        residual.index_copy_(0, at, residual[at].masked_fill_(taken.any(), 0.0))
+        row, found, at, taken = self._select(codec, total[:-1], workspace)
+        # With the gradient the residual there gives zero, which is what the inner code has of it.
+        residual.index_copy_(0, at, torch.where(taken, -grad.index_select(0, at), residual.index_select(0, at)))
         inner, room = self._part(codec.inner, len(grad), workspace)
-        inner.encode_feedback(codec.inner, total[:-1], residual, blocks, draw, room)
+        inner.encode_feedback(codec.inner, grad, residual, blocks, draw, room)
         self.entries.pack_indices(row[1:], row[:1], 0, len(grad), indices)
         # What the values' rounding leaves goes over what the inner code has left there.
         self.entries.pack_values(found, codec.values, values, row[1:], row[:1], residual)
 
-    def _select(self, codec: Outliers, total: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
-        """The largest of the first n, float32 [n + 1]: a row of plain entries, int32 [1 + k], their values, float32
-        [k], and which are taken from the inner code, bool [k]: others are not finite, which their blocks must show."""
-        numel, device = len(total) - 1, total.device
+    def _select(self, codec: Outliers, total: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The largest elements of `total`, float32 [n].
+
+        Returns:
+            A row of plain entries, int32 [1 + k]; their values, float32 [k]; and for each its place, int64 [k], with
+            whether the inner code goes without it, bool [k]: what is not finite stays, and its block shows it. Entries
+            that are not used repeat the last one; without any they are the first element, which stays.
+        """
+        numel, device = len(total), total.device
         k = codec.k(numel)
         row = torch.zeros(1 + k, dtype=torch.int32, device=device)
         values = torch.zeros(k, dtype=torch.float32, device=device)
         _, room = self._part(codec.selection, numel, workspace)
-        self.topk.encode_raw(codec.selection, total[:-1], None, row, values, None, room)
-        return row, values, (torch.arange(k, device=device) < row[:1]) & values.isfinite()
+        self.topk.encode_raw(codec.selection, total, None, row, values, None, room)
+        used, count = torch.arange(k, device=device) < row[:1], row[:1].long()
+        finite = values.isfinite()
+        at = torch.where(used, row[1:], row.gather(0, count)).long()
+        taken = torch.where(used, finite, finite.gather(0, (count - 1).clamp_(min=0))) & (count > 0)
+        return row, values, at, taken
 
     def decode_add(self, codec: Outliers, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        total = self._sum(len(out), workspace)
-        total[:-1].copy_(out)
-        self._add(codec, parts_of(codec, wire, len(out)), total, alpha, workspace)
-        out.copy_(total[:-1])
+        self._decode(codec, parts_of(codec, wire, len(out)), out, alpha, workspace)
 
     def decode_mean(self, codec: Outliers, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        total = self._sum(len(out), workspace).zero_()
-        self._add(codec, wires, total, 1.0, workspace)
-        divide(total[:-1], len(wires[0]), out)
+        self._decode(codec, wires, out, None, workspace)
 
-    def _add(self, codec: Outliers, wires: Sequence[Tensor], total: Tensor, alpha: float, workspace: Workspace) -> None:
-        """total += alpha · decoded, rank after rank; float32 [n + 1]."""
+    def _decode(
+        self, codec: Outliers, wires: Sequence[Tensor], out: Tensor, alpha: float | None, workspace: Workspace
+    ) -> None:
+        """`decode_add`, or `decode_mean` where `alpha` is None; on CPUs in pieces that a second-level cache holds."""
         indices, values, blocks = wires
-        numel, ranks, device = len(total) - 1, len(blocks), total.device
+        numel, ranks, device, block = len(out), len(blocks), out.device, codec.inner.block_size
         k = codec.k(numel)
         row = torch.zeros(ranks, 1 + k, dtype=torch.int32, device=device)
         found = torch.zeros(ranks, k, dtype=torch.float32, device=device)
         self.entries.unpack_indices(indices, 0, numel, row[:, 0], row[:, 1:])
         self.entries.unpack_values(values, codec.values, found)
-        claimed, places = row[:, :1], row[:, 1:].long()
-        sound = sound_places(places, torch.arange(k, device=device) < claimed, 0, numel)
-        workspace.status += torch.stack([claimed.sum() - sound.sum(), (sound & ~found.isfinite()).sum()])
-        inner, room = self._part(codec.inner, numel, workspace)
-        for at, value, block in zip(places.masked_fill(~sound, numel), found, blocks, strict=True):
-            instead = total[at] + alpha * value
-            inner.decode_add(codec.inner, block, total[:-1], alpha, room)
-            total.index_copy_(0, at, instead)
+        times = 1.0 if alpha is None else alpha
+        if device.type == "cpu":
+            piece = max(PIECE // block, 1) * block
+            entries = [self._counting(*lists, numel, workspace) for lists in zip(row, found, strict=True)]
+            bounds = torch.arange(0, numel + piece, piece)
+            cuts = [torch.searchsorted(at, bounds).tolist() for at, _ in entries]
+        else:  # the host does not know which count: others are put behind the last element, where nothing reads them
+            piece, places = numel, row[:, 1:].long()
+            sound = sound_places(places, torch.arange(k, device=device) < row[:, :1], 0, numel)
+            workspace.status += torch.stack([row[:, 0].sum() - sound.sum(), (sound & ~found.isfinite()).sum()])
+            entries = list(zip(places.masked_fill(~sound, numel), found, strict=True))
+            cuts = [[0, k]] * ranks
+        in_place = device.type == "cpu" and out.dtype == torch.float32
+        total = self._sum(min(piece, numel), workspace)
+        for number, start in enumerate(range(0, numel, piece)):
+            target = out[start : start + piece]
+            begin = start // block * codec.inner.wire_bytes(block)
+            sums = target if in_place else total
+            part = sums[: len(target)]
+            if alpha is None:
+                part.zero_()
+            elif not in_place:
+                part.copy_(target)
+            inner, room = self._part(codec.inner, len(target), workspace)
+            codes = blocks[:, begin : begin + codec.inner.wire_bytes(len(target))]
+            for code, (at, value), cut in zip(codes, entries, cuts, strict=True):
+                first, last = cut[number : number + 2]
+                here = at[first:last] - start
+                instead = sums.index_select(0, here) + times * value[first:last]
+                inner.decode_add(codec.inner, code, part, times, room)
+                sums.index_copy_(0, here, instead)
+            if alpha is None:
+                divide(part, ranks, target)
+            elif not in_place:
+                target.copy_(part)
+
+    @staticmethod
+    def _counting(row: Tensor, values: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        """Places, int64, and values of those entries of a row that count; the others are noted."""
+        used = min(int(row[0]), len(values))
+        at, values = row[1 : 1 + used], values[:used]
+        ascending = used == 0 or (at[0] >= 0 and at[-1] < numel and bool((at[1:] > at[:-1]).all()))
+        at = at.long()
+        if not ascending:
+            sound = sound_places(at, torch.ones(used, dtype=torch.bool), 0, numel)
+            at, values = at[sound], values[sound]
+        workspace.status[0] += int(row[0]) - len(at)
+        workspace.status[1] += (~values.isfinite()).sum()
+        return at, values
