@@ -126,9 +126,6 @@ def test_fibers_of_other_processors(checked: bool) -> None:
         test_threads_may_exit_before_a_collective(portable, schedule)
 
 
-# ---- sample kernels
-
-
 # ---- what the checked build reports
 
 
