@@ -20,7 +20,7 @@ from .processes import Ended
 ROOT = Path(__file__).resolve().parents[2]
 #: The seconds that each may well take on 16 cores. Where the whole has fewer, or more, so have they, in proportion.
 SECONDS = {
-    "compile": 40, "bytes": 40, "hooks": 85, "ranks": 110, "kernels": 80, "step": 60, "tests": 120, "sanitizer": 120,
+    "compile": 40, "bytes": 40, "hooks": 85, "ranks": 110, "kernels": 80, "step": 150, "tests": 120, "sanitizer": 120,
     "four-ranks": 70, "slow-link": 40,
 }  # fmt: skip
 SECTIONS = tuple(SECONDS)
