@@ -165,7 +165,7 @@ class BackwardFront(Front):
 
     @property
     def tuning(self) -> bool:
-        """True while "auto" times steps with and without compression: over Gloo for dozens of steps."""
+        """True while "auto" times steps with and without compression: for dozens of steps."""
         if not within_step(self):
             self._flush()
         return self._reducer is not None and self._reducer.controller.tuning
