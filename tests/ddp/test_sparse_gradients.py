@@ -29,6 +29,7 @@ def by_sparse_adam(rank: int, algorithm: str | None, exclude: bool, inline: bool
             state = CompressState(ddp, OneBit(), exchange="gather", exclude=["0.weight"] if exclude else None)
         ddp.register_comm_hook(state, compress_hook)
     optimizer, found = torch.optim.SparseAdam([table.weight], lr=0.1), []
+    grads = list[tuple[Tensor, Tensor]]()
     with patch.object(SparseGradient, "_choose", lambda *_: algorithm):
         for step in range(3):
             optimizer.zero_grad()
@@ -37,7 +38,9 @@ def by_sparse_adam(rank: int, algorithm: str | None, exclude: bool, inline: bool
             (ddp(used).sum(1) * sign).sum().backward()
             assert table.weight.grad is not None
             found.append(table.weight.grad.coalesce().indices()[0].tolist())
+            grads.append((table.weight.grad, table.weight.grad.to_dense()))
             optimizer.step()
+    assert all(torch.equal(grad.to_dense(), then) for grad, then in grads), "the next step has written to it"
     return found, table.weight.detach()
 
 
