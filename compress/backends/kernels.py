@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..formats.wire import Part
 from .low_precision import LowPrecisionVector
 from .places import add_at
 
@@ -20,6 +21,8 @@ class CodecLike(Protocol):
 
     @property
     def stochastic(self) -> bool: ...
+
+    def parts(self, numel: int) -> tuple[Part, ...]: ...
 
     def wire_bytes(self, numel: int) -> int: ...
 
@@ -51,7 +54,7 @@ class Workspace:
 
     status: Tensor
     buffers: dict[Hashable, Any] = field(default_factory=dict)
-    codec: Any = None
+    codec: CodecLike | None = None
     kernels: Kernels | None = None
 
     @staticmethod

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .codec_types import PowerSGDLike
 from .kernels import Kernels, Workspace, divide
 from .philox import philox, words_of
 
@@ -49,7 +50,7 @@ class Matrices:
     memory: Workspace
 
     @staticmethod
-    def of(codec: Any, numel: int, device: torch.device) -> Matrices:
+    def of(codec: PowerSGDLike, numel: int, device: torch.device) -> Matrices:
         pieces, rank = codec.pieces(numel), codec.rank
 
         def places(lengths: list[int]) -> list[int]:
@@ -120,45 +121,51 @@ class PowerSGDKernels(Kernels):
     def leave(self, matrices: Matrices, left: Tensor, right: Tensor, total: Tensor, residual: Tensor) -> None:
         """`residual` = `total` less what is sent of it, P·Qᵀ or the element itself, where that is finite."""
 
-    def prepare_numel(self, codec: Any) -> int:
+    def prepare_numel(self, codec: PowerSGDLike) -> int:
         return (2 * int(codec.rank) + 1) ** 2  # as one matrix
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, codec: PowerSGDLike, dtype: torch.dtype, device: torch.device) -> None:
         super().prepare(codec, dtype, device)
         matrices = Matrices.of(codec, self.prepare_numel(codec), device)
         self.follow(matrices, *torch.ones(2, matrices.right, dtype=torch.float32, device=device))
 
-    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+    def workspace(self, codec: PowerSGDLike, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
         self.matrices(codec, numel, device, workspace)
         return workspace
 
-    def matrices(self, codec: Any, numel: int, device: torch.device, workspace: Workspace) -> Matrices:
+    def matrices(self, codec: PowerSGDLike, numel: int, device: torch.device, workspace: Workspace) -> Matrices:
         found: tuple[Any, int, Matrices] | None = workspace.buffers.get("matrices")
         if found is None or found[:2] != (codec, numel):
             found = codec, numel, Matrices.of(codec, numel, device)
             workspace.buffers["matrices"] = found
         return found[2]
 
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: PowerSGDLike, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         total = x
         if x.dtype != torch.float32:
             total = self._room("total", x.numel(), x.device, workspace).copy_(x)
         self._encode(codec, total, wire, draw, workspace)
 
     def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self,
+        codec: PowerSGDLike,
+        grad: Tensor,
+        residual: Tensor,
+        wire: Tensor,
+        draw: Tensor | None,
+        workspace: Workspace,
     ) -> None:
         total = torch.add(grad, residual, out=self._room("total", grad.numel(), grad.device, workspace))
         matrices = self._encode(codec, total, wire, draw, workspace)
         _, left, right = matrices.split(wire)
         self.leave(matrices, left, right, total, residual)
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: PowerSGDLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         matrices = self.matrices(codec, out.numel(), out.device, workspace)
         self.add(matrices, wire.view(torch.float32), out, alpha, False, workspace.status)
 
-    def decode_mean(self, codec: Any, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+    def decode_mean(self, codec: PowerSGDLike, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
         matrices, total = self.matrices(codec, out.numel(), out.device, workspace), out
         if out.dtype != torch.float32:
             total = self._room("total", out.numel(), out.device, workspace)
@@ -166,7 +173,9 @@ class PowerSGDKernels(Kernels):
             self.add(matrices, wire.view(torch.float32), total, 1.0, rank == 0, workspace.status)
         divide(total, len(wires[0]), out)
 
-    def _encode(self, codec: Any, total: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> Matrices:
+    def _encode(
+        self, codec: PowerSGDLike, total: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> Matrices:
         assert draw is not None
         matrices = self.matrices(codec, total.numel(), total.device, workspace)
         whole, left, right = matrices.split(wire)

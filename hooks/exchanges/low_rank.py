@@ -38,7 +38,8 @@ class Factors(Exchange):
         if numel:
             self.workspaces = [IDENTITY.workspace(numel, device), codec.workspace(numel, device)]
             kernels = codec.kernels(device)
-            assert isinstance(kernels, PowerSGDKernels)  # `carries` saw to it
+            assert isinstance(codec, PowerSGD)  # `carries` saw to it
+            assert isinstance(kernels, PowerSGDKernels)
             self.kernels = kernels
             self.matrices = kernels.matrices(codec, numel, device, self.workspaces[1])
             first -= self.matrices.right

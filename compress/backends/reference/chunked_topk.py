@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import Kernels, Workspace
+from ..codec_types import ChunkedTopKLike
 from .arithmetic import F32, LANES, NAN, block_sums, in_blocks, numbers
 from .entries import Entries
 
@@ -21,7 +20,9 @@ class ChunkedTopK(Kernels):
 
     entries = Entries()
 
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(
+        self, codec: ChunkedTopKLike, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+    ) -> None:
         wire.zero_()
         for chunk, record in zip(in_blocks(numbers(x), codec.chunk), self.records(codec, wire), strict=True):
             key = chunk.view(np.uint32) & np.uint32(0x7FFFFFFF)
@@ -39,7 +40,7 @@ class ChunkedTopK(Kernels):
                 count = torch.tensor([len(chosen)], device="cpu")
                 indices[: len(chosen)] = torch.from_numpy(chosen)
                 self.entries.pack_indices(indices, count, 0, codec.chunk, packed)
-            if not codec.level_bytes:
+            if isinstance(codec.values, torch.dtype) and not codec.level_bytes:
                 self.entries.pack_values(values, codec.values, rest)
                 continue
             levels.numpy().view(F32)[:] = fitted
@@ -51,17 +52,17 @@ class ChunkedTopK(Kernels):
             rest.numpy()[: len(packed_codes)] = packed_codes
 
     @staticmethod
-    def records(codec: Any, wire: Tensor) -> Tensor:
+    def records(codec: ChunkedTopKLike, wire: Tensor) -> Tensor:
         return wire.view(-1, codec.wire_bytes(codec.chunk))
 
     @staticmethod
-    def split(codec: Any, record: Tensor) -> tuple[Tensor, ...]:
+    def split(codec: ChunkedTopKLike, record: Tensor) -> tuple[Tensor, ...]:
         """The bytes of levels, indices and values."""
         aside = codec.level_bytes, codec.index_bytes
         return record.split([*aside, len(record) - sum(aside)])
 
     @staticmethod
-    def levels(codec: Any, magnitude: np.ndarray) -> np.ndarray:
+    def levels(codec: ChunkedTopKLike, magnitude: np.ndarray) -> np.ndarray:
         """The smallest and the largest level, zeros if there are none; not finite where a sum of magnitudes is not."""
         if not codec.level_bytes or not len(magnitude):
             return np.zeros(2, F32)
@@ -77,12 +78,12 @@ class ChunkedTopK(Kernels):
         return levels
 
     @staticmethod
-    def step(codec: Any, levels: np.ndarray) -> F32:
+    def step(codec: ChunkedTopKLike, levels: np.ndarray) -> F32:
         """From one level to the next."""
         with np.errstate(all="ignore"):
             return F32((levels[1] - levels[0]) / F32((1 << codec.bits - 1) - 1))
 
-    def nearest(self, codec: Any, magnitude: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    def nearest(self, codec: ChunkedTopKLike, magnitude: np.ndarray, levels: np.ndarray) -> np.ndarray:
         """min(max(⌊(|v| - smallest) / step + 1/2⌋, 0), top): the level of each; 0 where the step is zero."""
         step = self.step(codec, levels)
         if not step > 0:
@@ -91,7 +92,7 @@ class ChunkedTopK(Kernels):
             y = (magnitude - levels[0]) / step + F32(0.5)
         return np.clip(y, 0, F32((1 << codec.bits - 1) - 1)).astype(np.uint8)
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: ChunkedTopKLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         target = out.numpy()
         for first, record in zip(range(0, len(target), codec.chunk), self.records(codec, wire), strict=True):
             chunk = target[first : first + codec.chunk]
@@ -112,9 +113,9 @@ class ChunkedTopK(Kernels):
             with np.errstate(all="ignore"):
                 chunk[index[sound]] += F32(alpha) * value[: len(index)][sound]
 
-    def values(self, codec: Any, levels: Tensor, rest: Tensor) -> np.ndarray | None:
+    def values(self, codec: ChunkedTopKLike, levels: Tensor, rest: Tensor) -> np.ndarray | None:
         """The k values of a record; None if it says that its chunk is not finite."""
-        if not codec.level_bytes:
+        if isinstance(codec.values, torch.dtype) and not codec.level_bytes:
             values = torch.zeros(1, codec.k, dtype=torch.float32, device="cpu")
             self.entries.unpack_values(rest[None], codec.values, values)
             return values[0].numpy() if bool(values.isfinite().all()) else None

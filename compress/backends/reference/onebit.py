@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
 from .. import Kernels, Workspace
+from ..codec_types import OneBitLike
 from .arithmetic import F32, NAN, add, block_lengths, block_sums, in_blocks, numbers
 
 
 class OneBit(Kernels):
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: OneBitLike, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         a = numbers(x)
         rows, lengths = in_blocks(a, codec.block), block_lengths(len(a), codec.block)
         below = rows < 0
@@ -32,7 +31,7 @@ class OneBit(Kernels):
         record["positive"][:, 0] = np.where(sound, positive + zero, NAN)
         record["signs"] = np.packbits(below & sound[:, None], axis=1, bitorder="little")
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: OneBitLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         (part,) = codec.parts(out.numel())
         record = part.view(wire.numpy())
         signs = np.unpackbits(record["signs"], axis=1, bitorder="little")

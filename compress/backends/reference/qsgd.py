@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
 from .. import Kernels, Workspace
+from ..codec_types import QSGDLike
 from .arithmetic import F32, NAN, TINY, add, block_sums, in_blocks, levels_of, numbers, power_of_two_scale, uniform
 
 
 class QSGD(Kernels):
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: QSGDLike, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         a = numbers(x)
         rows, s = in_blocks(a, codec.block), F32(codec.levels)
         magnitudes = np.abs(rows)
@@ -37,7 +36,7 @@ class QSGD(Kernels):
         record["unit"][:, 0] = np.where(sound, unit, NAN)
         record["codes"] = np.packbits(bits.reshape(len(rows), -1), axis=1, bitorder="little")
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: QSGDLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         (part,) = codec.parts(out.numel())
         record = part.view(wire.numpy())
         bits = np.unpackbits(record["codes"], axis=1, bitorder="little").reshape(part.records, codec.block, codec.bits)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
 from .. import Workspace
+from ..codec_types import TernaryLike
 from .arithmetic import F32, NAN, TINY, block_lengths, block_sums, in_blocks, numbers, power_of_two_scale
 from .terngrad import TernGrad
 
@@ -16,7 +15,7 @@ LLOYD_STEPS = 2
 
 
 class Ternary(TernGrad):
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: TernaryLike, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         a = numbers(x)
         rows, lengths = in_blocks(a, codec.block), block_lengths(len(a), codec.block)
         magnitudes = np.abs(rows)

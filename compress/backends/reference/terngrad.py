@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
 from ...formats.wire import Part
 from .. import Kernels, Workspace
+from ..codec_types import TernGradLike
 from .arithmetic import (
     F32,
     LANES,
@@ -26,7 +25,7 @@ from .arithmetic import (
 
 
 class TernGrad(Kernels):
-    def encode(self, codec: Any, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: TernGradLike, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         a = numbers(x)
         rows, lengths = in_blocks(a, codec.block), block_lengths(len(a), codec.block)
         magnitudes = np.abs(rows)
@@ -52,7 +51,7 @@ class TernGrad(Kernels):
         powers = np.array([1, 3, 9, 27, 81], np.uint8)
         record["trits"] = (planes * powers[:, None]).sum(axis=2, dtype=np.uint8).reshape(len(trit), -1)
 
-    def decode_add(self, codec: Any, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: TernGradLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         (part,) = codec.parts(out.numel())
         record = part.view(wire.numpy())
         packed = record["trits"].reshape(part.records, -1, 1, LANES)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import Kernels, Workspace
-from ..sparse import SparseKernels
+from ..sparse import SparseKernels, SparseLike
 from .arithmetic import F32, canonical_nan, numbers
 from .entries import Entries
 
@@ -19,7 +17,7 @@ class TopK(SparseKernels):
 
     def encode_raw(
         self,
-        codec: Any,
+        codec: SparseLike,
         x: Tensor,
         residual: Tensor | None,
         row: Tensor,
@@ -38,11 +36,13 @@ class TopK(SparseKernels):
         values[: len(chosen)] = torch.from_numpy(a[chosen])
 
     def encode_feedback(
-        self, codec: Any, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
+        self, codec: SparseLike, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         Kernels.encode_feedback(self, codec, grad, residual, wire, draw, workspace)  # composed: this is its meaning
 
-    def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def add_raw(
+        self, codec: SparseLike, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+    ) -> None:
         index, value = self.sound(codec, row, values, out, workspace)
         target = out.numpy()
         with np.errstate(all="ignore"):
@@ -50,7 +50,7 @@ class TopK(SparseKernels):
 
     @staticmethod
     def sound(
-        codec: Any, row: Tensor, values: Tensor, out: Tensor, workspace: Workspace
+        codec: SparseLike, row: Tensor, values: Tensor, out: Tensor, workspace: Workspace
     ) -> tuple[np.ndarray, np.ndarray]:
         """The entries that count: those whose index is in range and above every index in range before it."""
         k = codec.k(out.numel())

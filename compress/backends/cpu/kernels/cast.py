@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...codec_types import CastLike
 from ..block_codec import Blocks, Kernel
 from ..runtime.blocks import SPARE, A, How, Span, Wires, copy, narrow, read_block, residual_block, widen
 from ..runtime.dtypes import F32, FLOAT32, KINDS, TILE, ZERO, Source, finite, load_as, width
@@ -77,14 +76,14 @@ def cast_decode(out: Source, wires: Wires, span: Span, how: How, stored: int, sc
 class Cast(Blocks):
     """Identity too: a cast to float32."""
 
-    def block(self, codec: Any) -> int:
+    def block(self, codec: CastLike) -> int:
         return TILE
 
-    def stored(self, codec: Any) -> int:
+    def stored(self, codec: CastLike) -> int:
         return KINDS[getattr(codec, "dtype", torch.float32)]
 
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+    def encode_block(self, codec: CastLike, draw: Tensor | None) -> Kernel:
         return cast_encode, (self.stored(codec),)
 
-    def decode_block(self, codec: Any) -> Kernel:
+    def decode_block(self, codec: CastLike) -> Kernel:
         return cast_decode, (self.stored(codec),)

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from ....formats.entries import index_layout
+from ...codec_types import ChunkedTopKLike
 from ..block_codec import Blocks, Kernel
 from ..packing import Layout, pack_bfloat, pack_floats, pack_indices, unpack_bfloat, unpack_indices
 from ..runtime.blocks import (
@@ -296,16 +297,16 @@ def chunked_decode(out: Source, wires: Wires, span: Span, how: How, form: Form, 
 
 
 class ChunkedTopK(Blocks):
-    def scratch(self, codec: Any) -> int:
+    def scratch(self, codec: ChunkedTopKLike) -> int:
         return chunk_scratch(codec.chunk, codec.k)
 
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+    def encode_block(self, codec: ChunkedTopKLike, draw: Tensor | None) -> Kernel:
         return chunked_encode, self._form(codec)
 
-    def decode_block(self, codec: Any) -> Kernel:
+    def decode_block(self, codec: ChunkedTopKLike) -> Kernel:
         return chunked_decode, self._form(codec)
 
     @staticmethod
-    def _form(codec: Any) -> tuple[Form]:
+    def _form(codec: ChunkedTopKLike) -> tuple[Form]:
         layout = index_layout(codec.chunk, codec.k)
         return ((codec.chunk, codec.k, codec.bits, (layout.low_bits, layout.upper_words, layout.low_words)),)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ...codec_types import OneBitLike
 from ..block_codec import Blocks, Kernel
 from ..runtime.blocks import (
     SPARE,
@@ -144,8 +145,8 @@ def onebit_decode(out: Source, wires: Wires, span: Span, how: How, block: int, s
 
 
 class OneBit(Blocks):
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+    def encode_block(self, codec: OneBitLike, draw: Tensor | None) -> Kernel:
         return onebit_encode, (codec.block, int(codec.scale == "sided"))
 
-    def decode_block(self, codec: Any) -> Kernel:
+    def decode_block(self, codec: OneBitLike) -> Kernel:
         return onebit_decode, (codec.block,)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ...codec_types import QSGDLike
 from ..block_codec import Blocks, Draw, Kernel, _draw
 from ..runtime.blocks import (
     SPARE,
@@ -193,8 +194,8 @@ def qsgd_decode(
 
 
 class QSGD(Blocks):
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+    def encode_block(self, codec: QSGDLike, draw: Tensor | None) -> Kernel:
         return qsgd_encode, (codec.block, codec.bits, int(codec.norm == "l2"), _draw(codec, draw))
 
-    def decode_block(self, codec: Any) -> Kernel:
+    def decode_block(self, codec: QSGDLike) -> Kernel:
         return qsgd_decode, (codec.block, codec.bits)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ...codec_types import TernaryLike
 from ..block_codec import Kernel
 from ..runtime.blocks import A, Span, clear, copy, power, read_ahead, read_block, residual_block
 from ..runtime.dtypes import F32, FLOAT32, MAGNITUDE, NAN_BITS, TINY, ZERO, Source
@@ -220,5 +221,5 @@ def ternary_encode(x: Source, residual: int, wire: int, span: Span, block: int, 
 
 
 class Ternary(TernGrad):
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+    def encode_block(self, codec: TernaryLike, draw: Tensor | None) -> Kernel:
         return ternary_encode, (codec.block,)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
+from ...codec_types import TernGradLike
 from ..block_codec import Blocks, Draw, Kernel, _draw
 from ..runtime.blocks import (
     SPARE,
@@ -138,8 +137,8 @@ def ternary_decode(out: Source, wires: Wires, span: Span, how: How, block: int, 
 
 
 class TernGrad(Blocks):
-    def encode_block(self, codec: Any, draw: Tensor | None) -> Kernel:
+    def encode_block(self, codec: TernGradLike, draw: Tensor | None) -> Kernel:
         return terngrad_encode, (codec.block, float(codec.clip), _draw(codec, draw))
 
-    def decode_block(self, codec: Any) -> Kernel:
+    def decode_block(self, codec: TernGradLike) -> Kernel:
         return ternary_decode, (codec.block,)

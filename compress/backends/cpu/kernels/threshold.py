@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from ...codec_types import ThresholdLike
 from .topk import TopK
 
 
-class Threshold(TopK):
+class Threshold(TopK[ThresholdLike]):
     """The largest of what exceeds the threshold, in the same pass: nothing below it becomes a candidate."""
 
-    def lowest(self, codec: Any) -> int:
+    def lowest(self, codec: ThresholdLike) -> int:
         return int(np.float32(codec.threshold).view(np.int32)) + 1

@@ -14,7 +14,7 @@ from torch import Tensor, float32, int32
 
 from ... import MomentumInput, Workspace, kernel_cache
 from ...addresses import address, rows_at
-from ...sparse import SparseKernels
+from ...sparse import S, SparseKernels
 from ..block_codec import CpuKernels
 from ..entries import ENTRY_COST, Entries
 from ..runtime.blocks import SPARE, A, Rows, Span, clear, end_sum, read_ahead, read_block, scratch_bytes
@@ -155,12 +155,12 @@ class Estimate:
     high: int = 1 << 31
 
 
-class TopK(SparseKernels, CpuKernels):
+class TopK(SparseKernels[S], CpuKernels[S]):
     """Exact selection among the candidates of one pass, whose threshold is predicted from a sample of the gradient."""
 
     entries = Entries()
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, codec: S, dtype: torch.dtype, device: torch.device) -> None:
         with kernel_cache.task(type(codec).__name__):
             super().prepare(codec, dtype, device)
             self.entries.prepare(device)  # exchanges pack and merge entries even where the codec does not
@@ -181,7 +181,7 @@ class TopK(SparseKernels, CpuKernels):
     #: below, and then a binade.
     outlooks = 1 << 20, 1 << 23
 
-    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+    def workspace(self, codec: S, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
         self._rooms(codec.k(numel), numel, workspace)
         return workspace
@@ -208,7 +208,7 @@ class TopK(SparseKernels, CpuKernels):
 
     def encode_momentum(
         self,
-        codec: Any,
+        codec: S,
         x: MomentumInput,
         residual: Tensor,
         wire: Tensor,
@@ -223,7 +223,7 @@ class TopK(SparseKernels, CpuKernels):
 
     def encode_raw(
         self,
-        codec: Any,
+        codec: S,
         x: Tensor | MomentumInput,
         residual: Tensor | None,
         row: Tensor,
@@ -275,7 +275,7 @@ class TopK(SparseKernels, CpuKernels):
         row[1 + places[-1] :].zero_()
         values[places[-1] :].zero_()
 
-    def lowest(self, codec: Any) -> int:
+    def lowest(self, codec: S) -> int:
         """The lowest key that may be selected: not that of zero."""
         return 1
 
@@ -354,12 +354,12 @@ class TopK(SparseKernels, CpuKernels):
             shares.append((ties, above + ties))
         return int(key), shares
 
-    def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def add_raw(self, codec: S, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         k, numel = len(values), out.numel()
         where = address(row, int32), address(values, float32), address(out, float32)
         note(workspace, [topk_add(*where, numel, k, float(alpha))])
 
-    def mean_raw(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+    def mean_raw(self, codec: S, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         numel, ranks = out.numel(), len(rows)
         count = -(-numel // TILE)
         pieces = pieces_of(numel, count)

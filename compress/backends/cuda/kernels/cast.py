@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
+from ...codec_types import CastLike
 from ..block_codec import Blocks, Numbers
 from ..runtime.device import ROW, STORED
 
@@ -16,11 +15,11 @@ class Cast(Blocks):
 
     file, encoder, decoder = "cast.cu", "cast", "cast"
 
-    def block(self, codec: Any) -> int:
+    def block(self, codec: CastLike) -> int:
         return ROW
 
-    def encode_options(self, codec: Any) -> Numbers:
+    def encode_options(self, codec: CastLike) -> Numbers:
         return (np.int32(STORED[getattr(codec, "dtype", torch.float32)]),)
 
-    def decode_options(self, codec: Any) -> Numbers:
+    def decode_options(self, codec: CastLike) -> Numbers:
         return self.encode_options(codec)

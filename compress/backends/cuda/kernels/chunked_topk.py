@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ....formats.entries import index_layout
+from ...codec_types import ChunkedTopKLike
 from ..block_codec import Blocks, Numbers
 
 
@@ -15,13 +14,13 @@ class ChunkedTopK(Blocks):
 
     file, encoder, decoder = "chunked_topk.cu", "chunked_topk", "chunked_topk"
 
-    def turns(self, codec: Any, numel: int) -> int:
+    def turns(self, codec: ChunkedTopKLike, numel: int) -> int:
         return -(-numel // self.block(codec))
 
-    def encode_options(self, codec: Any) -> Numbers:
+    def encode_options(self, codec: ChunkedTopKLike) -> Numbers:
         layout = index_layout(codec.chunk, codec.k)
         form = codec.chunk, codec.k, codec.bits, layout.low_bits, layout.upper_words, layout.low_words
         return tuple(np.int32(number) for number in form)
 
-    def decode_options(self, codec: Any) -> Numbers:
+    def decode_options(self, codec: ChunkedTopKLike) -> Numbers:
         return self.encode_options(codec)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from ... import kernel_cache
+from ...codec_types import PowerSGDLike
 from ...power_sgd import RUN, Matrices, PowerSGDKernels
 from ..runtime.device import THREADS, Argument, device_for, launch_rows
 
@@ -19,7 +18,7 @@ WARPS = THREADS // 32
 class PowerSGD(PowerSGDKernels):
     """A warp takes a line or a tile; a block of threads takes a matrix, where its columns count as a whole."""
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, codec: PowerSGDLike, dtype: torch.dtype, device: torch.device) -> None:
         with kernel_cache.task(type(codec).__name__):
             super().prepare(codec, dtype, device)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from ...codec_types import TernaryLike
 from ..block_codec import Numbers
 from .terngrad import TernGrad
 
@@ -14,5 +13,5 @@ class Ternary(TernGrad):
     encoder = "ternary"
     draws = False
 
-    def encode_options(self, codec: Any) -> Numbers:
+    def encode_options(self, codec: TernaryLike) -> Numbers:
         return (np.int32(codec.block),)

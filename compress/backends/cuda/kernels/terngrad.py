@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from ...codec_types import TernGradLike
 from ..block_codec import Blocks, Numbers
 
 
@@ -13,8 +12,8 @@ class TernGrad(Blocks):
     file, encoder, decoder = "ternary.cu", "terngrad", "ternary"
     draws = True
 
-    def encode_options(self, codec: Any) -> Numbers:
+    def encode_options(self, codec: TernGradLike) -> Numbers:
         return np.int32(codec.block), np.float32(codec.clip)
 
-    def decode_options(self, codec: Any) -> Numbers:
+    def decode_options(self, codec: TernGradLike) -> Numbers:
         return (np.int32(codec.block),)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ... import Workspace
+from ...codec_types import ThresholdLike
 from .topk import TopK
 
 
-class Threshold(TopK):
+class Threshold(TopK[ThresholdLike]):
     """The largest, as many as there is room for, less those that do not exceed the threshold."""
 
     def encode_raw(
         self,
-        codec: Any,
+        codec: ThresholdLike,
         x: Tensor,
         residual: Tensor | None,
         row: Tensor,

@@ -3,14 +3,12 @@ csrc/topk_decode.cu."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from ... import Workspace, kernel_cache
-from ...sparse import SparseKernels, whole_rows
+from ...sparse import S, SparseKernels, whole_rows
 from ..block_codec import ReadyLaunch
 from ..entries import Entries
 from ..runtime.device import SUFFIXES, THREADS, Argument, Device, device_for, grid_for
@@ -33,12 +31,12 @@ def capacity_of(numel: int, k: int) -> int:
     return min(max(4 * k, numel // 32), numel) + TILE
 
 
-class TopK(SparseKernels):
+class TopK(SparseKernels[S]):
     """Exact selection among the candidates of one pass, decided on the device; see csrc/topk.cu."""
 
     entries = Entries()
 
-    def workspace(self, codec: Any, numel: int, device: torch.device) -> Workspace:
+    def workspace(self, codec: S, numel: int, device: torch.device) -> Workspace:
         workspace = Workspace.on(device)
         tiles, capacity = tiles_of(numel), capacity_of(numel, codec.k(numel))
         workspace.buffers |= {
@@ -51,7 +49,7 @@ class TopK(SparseKernels):
         }
         return workspace
 
-    def prepare(self, codec: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, codec: S, dtype: torch.dtype, device: torch.device) -> None:
         with kernel_cache.task(type(codec).__name__):
             device_for(device).function(SELECTING, f"topk_collect_{SUFFIXES[dtype]}")
             device_for(device).function(FILE, "topk_check")
@@ -59,7 +57,7 @@ class TopK(SparseKernels):
 
     def encode_raw(
         self,
-        codec: Any,
+        codec: S,
         x: Tensor,
         residual: Tensor | None,
         row: Tensor,
@@ -77,7 +75,7 @@ class TopK(SparseKernels):
         write.function(write.grid, THREADS, (x, residual, *write.first, row, values))
 
     @staticmethod
-    def _selecting(codec: Any, x: Tensor, workspace: Workspace) -> tuple[ReadyLaunch, ...]:
+    def _selecting(codec: S, x: Tensor, workspace: Workspace) -> tuple[ReadyLaunch, ...]:
         """The three launches, for gradients like x."""
         numel, room, device = x.numel(), workspace.buffers, device_for(x.device)
         tiles, k = tiles_of(numel), np.int32(codec.k(numel))
@@ -98,14 +96,14 @@ class TopK(SparseKernels):
             ReadyLaunch(codec, device.function(SELECTING, name), grid, first) for name, grid, first in launches
         )
 
-    def add_raw(self, codec: Any, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def add_raw(self, codec: S, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         k = codec.k(out.numel())
         device, room = self.check(row, 0, 1, out.numel(), k, workspace)
         grid = grid_for(k, device)
         arguments = (out, np.float32(alpha), row, values, np.int32(k), room[0], room[2], workspace.status)
         device.function(FILE, "topk_add")(grid, THREADS, arguments)
 
-    def mean_raw(self, codec: Any, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+    def mean_raw(self, codec: S, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
         numel, ranks = out.numel(), rows.shape[0]
         k, pitch, memory = codec.k(numel), 4 * rows.stride(0), whole_rows(rows)
         device, room = self.check(memory, pitch, ranks, numel, k, workspace)
