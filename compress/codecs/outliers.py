@@ -212,7 +212,7 @@ class OutlierKernels(Kernels[Outliers]):
         if device.type == "cpu":
             piece = max(PIECE // block, 1) * block
             entries = [self._counting(*lists, numel, workspace) for lists in zip(row, found, strict=True)]
-            bounds = torch.arange(0, numel + piece, piece)
+            bounds = torch.arange(0, numel + piece, piece, device="cpu")
             cuts = [torch.searchsorted(at, bounds).tolist() for at, _ in entries]
         else:  # the host does not know which count: others are put behind the last element, where nothing reads them
             piece, places = numel, row[:, 1:].long()
@@ -252,7 +252,7 @@ class OutlierKernels(Kernels[Outliers]):
         ascending = used == 0 or (at[0] >= 0 and at[-1] < numel and bool((at[1:] > at[:-1]).all()))
         at = at.long()
         if not ascending:
-            sound = sound_places(at, torch.ones(used, dtype=torch.bool), 0, numel)
+            sound = sound_places(at, torch.ones(used, dtype=torch.bool, device="cpu"), 0, numel)
             at, values = at[sound], values[sound]
         workspace.status[0] += int(row[0]) - len(at)
         workspace.status[1] += (~values.isfinite()).sum()

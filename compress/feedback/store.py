@@ -8,6 +8,7 @@ the new layout gathers what the old ones hold; nothing depends on a bucket's ind
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -25,6 +26,8 @@ from .residual import Residual
 #: owner's own residual there, and that of the slice.
 Owned = Mapping[str, Mapping[str, Tensor]]
 
+_versions = itertools.count()
+
 
 class FeedbackStore:
     """The state of one rank, all layouts together. Not for use by two threads at once.
@@ -35,7 +38,7 @@ class FeedbackStore:
             `rollback`. `commit` says that those before have been applied.
 
     Attributes:
-        version: changes with what `of` gives for any layout.
+        version: changes with what `of` gives for any layout; no two stores ever have the same.
     """
 
     def __init__(self, strategy: Feedback | None = None, keep_previous: bool = False) -> None:
@@ -48,7 +51,7 @@ class FeedbackStore:
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._waiting_owned: dict[str, dict[str, Tensor]] = {}
         self._dropped_l1: float | Tensor = 0.0  # in layouts that are gone
-        self.version = 0
+        self.version = next(_versions)
 
     def __bool__(self) -> bool:
         """True if there is any state."""
@@ -195,7 +198,7 @@ class FeedbackStore:
             if saved[vector] and vector not in self.strategy.state_names:
                 kept = ", ".join(self.strategy.state_names) or "nothing"
                 raise ValueError(f"the checkpoint has {vector} of parameters, and {self.strategy} keeps {kept}")
-        self.version += 1
+        self.version = next(_versions)
         self._memories.clear()
         self._places.clear()
         self._dropped_l1 = 0.0
@@ -242,7 +245,7 @@ class FeedbackStore:
                 self._fill(target, vector, layout, before)
                 saved[vector] = self._kept_as(vector, target)
         memory = BucketFeedback(self.strategy, vectors, self._keep_previous, layout, apart)
-        self.version += 1
+        self.version = next(_versions)
         if saved:
             memory.can_go_back_to(saved)
         for slot in layout:
@@ -289,7 +292,7 @@ class FeedbackStore:
         return place is not None and place[0] is memory
 
     def _drop(self, memory: BucketFeedback) -> None:
-        self.version += 1
+        self.version = next(_versions)
         self._dropped_l1 += total_dropped([self._memories.pop(memory.layout)])
 
 

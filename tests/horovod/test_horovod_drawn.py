@@ -80,7 +80,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         predivide=draw(st.sampled_from([1.0, 2.0])) if op == "Average" else 1.0,
         passes=draw(st.sampled_from([1, 1, 2])),
         groups=draw(st.sampled_from([0, 0, 1, 2])),
-        scaler=draw(st.sampled_from(["none", "enabled", "enabled", "disabled"])),
+        scaler=draw(st.sampled_from(["none", "unused", "enabled", "enabled", "disabled"])),
         sparse_as_dense=draw(st.booleans()),
         named=draw(st.booleans()),
         entropy_coding=draw(st.booleans()),
@@ -148,6 +148,7 @@ FAILED: dict[str, tuple[Configuration, list[Event]]] = {
     ),
     "a joined rank that has met the others again": (Configuration(), [Restart(), Join((0, 1))]),
     "a joined rank without a first step": (Configuration(), [Join((0, 1)), Step()]),
+    "a joined rank beside another scaler": (Configuration(scaler="unused"), [Join((0, 1)), Step()]),
     "a joined rank that has not heard of a sparse gradient": (
         Configuration(parameters=(Parameter((300,)), SPARSE)),
         [Join((0, 1)), Step()],

@@ -61,7 +61,7 @@ class Configuration(Short):
     Attributes:
         passes: backward passes before a step.
         groups: of gradients that travel together; 0: none.
-        scaler: "none", "enabled" or "disabled".
+        scaler: "none", "unused" (of something else), "enabled" or "disabled".
         optimizers: 1, or 2 with parameters of the same names.
     """
 
@@ -183,9 +183,10 @@ class Machine:
         self.at, self.number = "the begin", 0
         self.scaler: Any = None
         if configuration.scaler != "none":
-            enabled = configuration.scaler == "enabled"
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled)
-            self.scaler.scale(torch.zeros(()))  # only now it has a scale that can be changed
+            enabled = configuration.scaler != "disabled"
+            self.made = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled)
+            self.made.scale(torch.zeros(()))  # only now it has a scale that can be changed
+            self.scaler = None if configuration.scaler == "unused" else self.made
         self.models = [self._model(index) for index in range(configuration.optimizers)]
 
     def _model(self, index: int) -> Model:
