@@ -1,4 +1,4 @@
-"""What both states of `compress_fsdp` have in common."""
+"""The common part of both states of `compress_fsdp`: gradients between shards, and between replicas."""
 
 from __future__ import annotations
 

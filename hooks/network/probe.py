@@ -226,8 +226,8 @@ def codec_speed(codec: Codec, feedback: bool, numel: int, group: Group, device: 
 def _codec_seconds(codec: Codec, feedback: bool, n: int, group: Group, device: torch.device) -> list[float]:
     """Seconds for `n` elements to encode, to decode one rank's wire, and to write the mean. A collective."""
     workspace = codec.workspace(n, device)
-    generator = torch.Generator(device).manual_seed(0)
-    grad = torch.randn(n, dtype=torch.float32, generator=generator, device=device)
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(n, dtype=torch.float32, generator=generator, device="cpu").to(device)
     residual, out = torch.zeros_like(grad), torch.empty_like(grad)
     wire = torch.zeros(codec.wire_bytes(n), dtype=torch.uint8, device=device)
     one = [part[None] for part in wire.split(codec.part_bytes(n))]

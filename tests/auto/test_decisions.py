@@ -1,4 +1,4 @@
-"""What "auto" decides on GPUs whose streams nobody waits for: the fastest of what it may send, whatever the network."""
+"""Decisions of "auto" on GPUs whose streams nobody waits for: it stays with the fastest of what it may send."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NEAR = 1.1
 
 @dataclass
 class Cluster:
-    """What is trained, and on what.
+    """A model in training on GPUs that share a network.
 
     Attributes:
         rate: bytes a second of each rank's link.
@@ -183,7 +183,7 @@ class Training:
             again = self.controller.ended(lambda: served, changed)  # noqa: B023
 
     def final(self) -> tuple[str, float, float]:
-        """What is sent at the end, its time, and that of the best that could be."""
+        """The candidate at the end, its seconds, and those of the best that could be."""
         choice = self.controller.follow(self.choice)
         taken = self.span(choice)
         self.probe()
@@ -198,7 +198,7 @@ def events() -> Iterator[None]:
 
 
 def on_all(trainings: Sequence[Training], run: Callable[[Training], Any]) -> list[Any]:
-    """What each rank's thread returns."""
+    """Run a function on a thread for each rank. Returns its results, by rank."""
     results = list[Any]([None] * len(trainings))
     errors = list[BaseException]()
 

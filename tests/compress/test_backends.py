@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gradwire.benchmarks.codec.speed import torch_threads
 from gradwire.compress import CODECS, Cast, Codec, OneBit, Outliers, RandomK, Threshold, TopK, new_draw
 from gradwire.compress.backends import Kernels, LowPrecisionVector, Workspace, _backend, backend_kernels, entries_for
 from gradwire.compress.backends.cpu import block_codec
@@ -120,16 +121,6 @@ def test_every_backend_does_what_the_reference_does(
     assert [same(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(wanted)
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def outcome(codec: Codec, x: Tensor, wires: Tensor) -> tuple[Tensor, ...]:
     """All that the CPU kernels give for one gradient."""
     workspace, residual, out = codec.workspace(x.numel()), torch.ones(x.numel()), torch.empty(x.numel())
@@ -143,13 +134,13 @@ def outcome(codec: Codec, x: Tensor, wires: Tensor) -> tuple[Tensor, ...]:
 def test_threads_do_not_change_a_byte(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     numel = 50_001
     x, wires = gradient("wide", numel, 3), hostile_wires(codec, numel, 4, 8)
-    with threads(1):
+    with torch_threads(1):
         expected = outcome(codec, x, wires)
     monkeypatch.setattr(cpu_threads, "ELEMENTS_PER_THREAD", 1 << 12)
     submitted: list[int] = []
     pool = cpu_threads.pool()
     monkeypatch.setattr(cpu_threads, "pool", lambda: Counting(pool, submitted))
-    with threads(3):
+    with torch_threads(3):
         results = outcome(codec, x, wires)
     assert submitted, "nothing ran on a second thread"
     assert all(same(a, b) for a, b in zip(results, expected, strict=True))

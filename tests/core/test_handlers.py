@@ -455,7 +455,7 @@ def test_a_save_within_backward_is_that_of_a_step_given_up(ranks: Ranks, name: s
     if name == "dense":
         assert not kinds["given up"], kinds
     else:
-        assert kinds["given up"], kinds
+        assert kinds["given up"] > 1, kinds
 
 
 @pytest.mark.slow

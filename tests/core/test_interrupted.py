@@ -152,7 +152,7 @@ PLAYS = {"threads": data_parallel, "straight": data_parallel, "means": sharded, 
 
 
 def both(rank: int, way: str, raised: BaseException) -> tuple[list[str], list[str]]:
-    """What a training comes to that is left alone, and one that is not."""
+    """The results of a training that is left alone, and of one that is not."""
     play = PLAYS.get(way, by_itself)
     return play(rank, way, None), play(rank, way, raised)
 

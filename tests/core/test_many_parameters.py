@@ -13,6 +13,8 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import LocalUpdates, OneBit, TopK
+from gradwire.compress.feedback.store import FeedbackStore
+from gradwire.compress.formats.layout import Slot, end_to_end, layout_numel
 from gradwire.optim import OneBitAdam
 from ranks import Pool
 from torch import Tensor, nn
@@ -35,6 +37,33 @@ def counted(name: str | None = None) -> Iterator[list[int]]:
         yield calls
     finally:
         sys.setprofile(before)
+
+
+def slots(count: int) -> list[Slot]:
+    return [Slot(f"layer {place}", 8 * place, (8,), (1,)) for place in range(count)]
+
+
+def life(count: int, each: int) -> int:
+    """Calls in the life of a memory: residuals move from buckets of some parameters to others, are saved and loaded."""
+    with counted() as calls:
+        memory = FeedbackStore(keep_previous=True)
+        for order in (slots(count), slots(count)[::-1]):
+            layouts = [end_to_end(order[start : start + each]) for start in range(0, count, each)]
+            for layout in layouts:
+                memory.of(layout).snapshot()
+            for layout in layouts:
+                memory.drain(layout, torch.zeros(layout_numel(layout)))
+            memory.load(memory.everything())
+        for layout in layouts:
+            memory.drain(layout, torch.zeros(layout_numel(layout)))
+            memory.let_go(layout)
+    return calls[0]
+
+
+@pytest.mark.parametrize("each", [1, 1000])
+def test_memory_grows_with_parameters(each: int) -> None:
+    life(50, each)
+    assert life(400, each) < 2.5 * life(200, each)
 
 
 class Many(nn.Module):

@@ -1,8 +1,9 @@
-"""Codecs and the hook on a GPU: graphs, memory and waits; `test_gpu_ranks.py` has ranks. Needs a GPU."""
+"""The hook on a GPU: ranks that share one over Gloo, and one rank over NCCL. Needs a GPU."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,21 @@ import torch.distributed as dist
 from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, PowerSGD, TernGrad, TopK, compress_hook
 from gradwire.compress import new_draw
 from gradwire.hooks.auto import planner
-from gradwire.hooks.exchanges import serving
+from gradwire.hooks.exchanges import possible, serving
+from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.cuda
+Ranks = Callable[[int], Pool]
 CODECS = (OneBit(), QSGD(), TernGrad(), TopK(0.05), ChunkedTopK(chunk=1024), PowerSGD(rank=2))
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+#: Named, as "auto" would send these small gradients dense, and no kernel would run.
+every_way = pytest.mark.parametrize(
+    ("codec", "exchange"),
+    [(codec, exchange) for codec in CODECS for exchange in possible(codec) if exchange != "dense"],
+    ids=lambda given: given if isinstance(given, str) else given.name,
+)
 
 
 class Fixed(nn.Module):
@@ -76,6 +85,25 @@ def used_again() -> None:
     """Take memory as large as buckets and wires, fill it with NaN, and give it back: who still reads there sees it."""
     for numel in (64, 400, 3000, 5000, 8000, 60_000):
         torch.full((numel,), torch.nan, device="cuda")
+
+
+@every_way
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_ranks_that_share_a_gpu_get_what_ranks_on_cpus_get(
+    ranks: Ranks, codec: Codec, exchange: str, busy: bool
+) -> None:
+    expected = ranks(2).run(gradients_of, codec, exchange, "cpu")
+    for theirs in ranks(2).run(gradients_of, codec, exchange, "cuda", None, busy):
+        assert all(torch.equal(a, b) for a, b in zip(expected[0], theirs, strict=True))
+
+
+@every_codec
+def test_over_nccl_streams_agree(ranks: Ranks, codec: Codec) -> None:
+    if not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    (expected,) = ranks(1).run(gradients_of, codec, "gather", "cpu")
+    (theirs,) = ranks(1).run(gradients_of, codec, "gather", "cuda", "nccl", True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, theirs, strict=True))
 
 
 @every_codec

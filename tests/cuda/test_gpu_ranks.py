@@ -37,6 +37,7 @@ from gradwire import (
     sparse_all_reduce,
 )
 from gradwire.hooks.exchanges import possible
+from ranks import RankError
 from strategies import GPU
 from test_cuda_hooks import gradients_of
 from torch import Tensor
@@ -340,3 +341,38 @@ def by_horovod(rank: int, codec: Codec = OneBit(), exchange: str = "auto") -> An
 )
 def test_horovod(shared: Shared, codec: Codec, exchange: str) -> None:
     alike(shared.run(by_horovod, codec, exchange))
+
+
+# -- faults that are found ---------------------------------------------------------------------------------------------
+
+
+def forgotten(rank: int) -> Any:
+    """A residual that is thrown away on the way."""
+    model: Any = perceptron().to(DEVICE)
+    ledger = Ledger(model)
+    ddp, state = wrap(model, TopK(0.05), exchange="gather")
+    train(rank, ddp, range(2), ledger)
+    state._flush()
+    state._feedback.load({})
+    digests = train(rank, ddp, range(2, 4), ledger)
+    off = ledger.error(state)
+    with torch.no_grad():
+        model[0].weight[0, 0] += rank
+    state.close()
+    return digests, off, digest(model.parameters())
+
+
+def failing(rank: int) -> None:
+    assert rank == 0, "this rank alone"
+
+
+def test_what_is_wrong_is_found_and_the_next_test_has_new_ranks(shared: Shared) -> None:
+    digests, off, parameters = zip(*shared.run(forgotten), strict=True)
+    alike(list(digests))
+    assert min(off) > 1e-3
+    if shared.size > 1:
+        with pytest.raises(AssertionError, match="replicas differ"):
+            alike(list(parameters))
+        with pytest.raises(RankError, match="this rank alone"):
+            shared.run(failing)
+        assert len(shared.run(by_horovod)) == shared.size

@@ -36,7 +36,7 @@ from gradwire.hooks.comm.topology import Topology
 from gradwire.hooks.core.reducer import Reducer
 from gradwire.hooks.exchanges import EXCHANGES, possible, serving
 from gradwire.hooks.exchanges.non_zero_blocks import NonZeroBlocks
-from gradwire.hooks.network import cost
+from gradwire.hooks.network import cost, probe
 from gradwire.hooks.sparse.all_reduce import Call, pool_of, reduce
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -234,6 +234,21 @@ def test_auto_takes_what_the_host_reads_nothing_of() -> None:
     for decision in reference[0].statistics.decisions.values():
         assert decision.startswith("mask of TopK")
         assert all(f"{name} " in decision for name in ("gather", "split", "union", "dense"))
+
+
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.01)], ids=str)
+def test_a_launch_is_no_rate(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches here last as long whatever they have to do, so that elements cost nothing."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    monkeypatch.setattr(probe, "GPU_ELEMENTS", (1 << 8, 1 << 12))
+
+    def measured(world: World, rank: int) -> cost.CodecSpeed:
+        return probe.codec_speed(codec, True, 1 << 20, Group(world.communicator((0, 1)).member(rank), (0, 1)), DEVICE)
+
+    a, b = World(2, Schedule()).run(measured)
+    assert a == b
+    assert a.encode == 0.0 < a.launch[0]
+    assert a.at(1000).encode == a.launch[0] / 1000
 
 
 @pytest.mark.parametrize(

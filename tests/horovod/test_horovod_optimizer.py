@@ -327,7 +327,7 @@ def test_it_is_the_users_optimizer(rank: int) -> None:
 
 @on_ranks(2)
 def test_groups_that_are_added_later_are_reduced(rank: int) -> None:
-    """Whether the optimizer or its original is told of them."""
+    """The optimizer or its original may be told of them."""
     hvd.init()
     for options in ({}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}):
         p, q, r = (parameter(2) for _ in range(3))

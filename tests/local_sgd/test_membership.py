@@ -496,6 +496,35 @@ def test_a_replica_that_nobody_reaches_is_refused_and_disturbs_nobody() -> None:
     world.agree()
 
 
+def test_survivors_go_on_before_a_newcomer_that_nobody_reaches() -> None:
+    world = started(members=3)
+    lonely = world.add()
+    world.advance(0.3)
+    victim = world.replicas[0]
+    victim.gone = True
+    world.close(victim)
+    world.settle(30, lambda replica, members: lonely.member in members and len(members) > 1)
+    assert lonely.refused
+    world.agree()
+
+
+def test_after_a_restart_nothing_changes_if_all_members_come_back() -> None:
+    """At once, and whatever order they come in; a newcomer then gets a number that no earlier meeting point gave."""
+    world = started(members=3)
+    number, taken = max(world.proposed), set(world.numbered)
+    world.restart()
+    for replica in reversed(world.alive):
+        world.connect(replica)
+    world.settle(0.1)
+    assert world.point.used is not None
+    assert world.point.used.number == number
+    assert set(world.proposed) == {number}
+    newcomer = world.add()
+    world.settle(1)
+    assert newcomer.member not in taken
+    world.agree()
+
+
 STATES = "in it", "in it", "in the one before", "void", "fails", "gone"
 
 
@@ -563,6 +592,18 @@ def test_a_member_that_connects_again_before_its_loss_is_noticed_keeps_the_view(
     world.agree()
 
 
+def test_a_member_that_comes_back_after_its_loss_hears_that_its_view_is_void() -> None:
+    world = started(members=2)
+    member, number = world.replicas[0], max(world.proposed)
+    world.close(member)
+    assert member.view == number
+    world.connect(member)
+    assert {"welcome": 0, "next": 2} in member.inbox
+    world.compare_beliefs()
+    world.settle(1)
+    world.agree()
+
+
 def test_a_view_in_use_that_fails_is_replaced_after_a_short_grace() -> None:
     world = started(members=3)
     number, member = max(world.proposed), world.replicas[0]
@@ -577,6 +618,45 @@ def test_a_view_in_use_that_fails_is_replaced_after_a_short_grace() -> None:
     world.agree()
 
 
+def test_a_number_that_was_given_again_is_changed() -> None:
+    """The meeting point was started again, and heard of nobody until newcomers had begun."""
+    world = started(members=1)
+    old = world.replicas[0]
+    world.restart()
+    world.remembers = False
+    world.forget()
+    newcomer = world.add()
+    world.advance(DEAD_AFTER + 1)
+    assert world.point.living[0].member == old.member == 0
+    world.connect(old)
+    world.settle(1)
+    assert old.member != newcomer.member
+    world.agree()
+
+
+def test_numbers_are_not_given_again_though_only_one_comes_back_who_knows_little() -> None:
+    world = started(members=2)
+    stale, other = world.replicas
+    world.close(stale)
+    world.advance(0.1)
+    world.add()
+    for _ in range(100):  # the stale one does not connect again
+        for replica in world.replicas[1:]:
+            while replica.inbox:
+                world.hear(replica)
+            if replica.pending:
+                world.answer(replica)
+        world.advance(0.05)
+    assert (stale.seen, stale.next) < (other.seen, other.next)
+    world.restart()
+    world.connect(stale)
+    world.add()
+    world.advance(DEAD_AFTER + 1)  # `check` compares the numbers
+    assert len(world.proposed) > 3
+    world.settle(3)
+    world.agree()
+
+
 def test_large_numbers_that_members_know_are_passed() -> None:
     world = started(members=1)
     member = world.replicas[0]
@@ -588,6 +668,25 @@ def test_large_numbers_that_members_know_are_passed() -> None:
     assert member.view > 5000
     assert newcomer.member is not None
     assert newcomer.member >= 7000
+    world.agree()
+
+
+def test_whoever_does_not_come_back_after_a_restart_is_lost() -> None:
+    world = started(members=3)
+    number = max(world.proposed)
+    world.restart()
+    missing, *others = world.alive
+    missing.gone = True
+    newcomer = world.add()
+    for replica in others:
+        world.connect(replica)
+    world.settle(DEAD_AFTER - 0.5)
+    assert max(world.proposed) == number
+    assert {replica.view for replica in others} == {number}
+    assert newcomer.member is None
+    assert "just started" in newcomer.waiting
+    world.settle(1.5)
+    assert [replica.view > number for replica in (*others, newcomer)] == [True] * 3
     world.agree()
 
 
@@ -636,6 +735,25 @@ def test_the_next_group_may_have_other_options_and_its_members_other_numbers() -
         world.settle(1)
     world.agree()
     assert [replica.member for replica in world.alive] == [2, 3]
+
+
+def test_a_newcomer_with_another_model_hears_both_sides() -> None:
+    world = started(members=2)
+    for replica in world.alive:
+        replica.description["model"] = [["a", [1]]]
+    world.restart()
+    for replica in world.alive:
+        world.connect(replica)
+    world.settle(0.1)
+    other = Simulated(9, 1, 1)
+    other.description["model"] = [["a", [2]]]
+    world.replicas.append(other)
+    world.connect(other)
+    while other.inbox:
+        world.hear(other)
+    assert "disagree on model: the group has ['a', [1]], this replica has ['a', [2]]" in other.refused
+    world.settle(1)
+    world.agree()
 
 
 GOOD = Simulated(0, 1, 1).join()

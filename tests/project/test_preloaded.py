@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from pages import plain_environment
-from preloaded import PLAIN_PYTHON
+from preloaded import PLAIN_PYTHON, Server
 
 SAYS = "import sys; print('torch' in sys.modules)"
 
@@ -70,6 +70,18 @@ def test_what_a_killed_process_has_not_flushed_is_lost_as_ever(options: list[str
             subprocess.run(command, env={**os.environ, **variables}, capture_output=True, check=False).stdout
         )
     assert written == [b"said\n" if options or variables else b""] * 2
+
+
+@pytest.mark.slow
+def test_temporary_files_may_be_anywhere(tmp_path: Path) -> None:
+    """In a folder whose name has quotes, and is longer than a socket's may be."""
+    folder = tmp_path / ("it's long " * 10)
+    folder.mkdir()
+    server = Server(folder)
+    try:
+        assert subprocess.run([server.python, "-c", SAYS], capture_output=True, check=True).stdout == b"True\n"
+    finally:
+        server.close()
 
 
 def test_it_ends_as_a_process_ends() -> None:

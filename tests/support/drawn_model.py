@@ -54,7 +54,7 @@ def term(parameter: Tensor, factor: Tensor) -> Tensor:
 
 
 def factor_of(drawn: Parameter, number: int, generator: torch.Generator) -> Tensor:
-    """What a parameter is multiplied with, which is its gradient: of a sparse one rows, some of them twice."""
+    """The factor of a parameter, which is its gradient: of a sparse one rows, some of them twice."""
     if not drawn.sparse:
         return torch.randn(drawn.shape, generator=generator).to(drawn.dtype)
     among = max(1, drawn.shape[0] // (1 + 9 * (number % 2)))  # in every other pass most rows
