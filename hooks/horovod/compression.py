@@ -51,9 +51,11 @@ class NoneCompressor(Compressor):
 class FP16Compressor(Compressor):
     """Rounds floating-point tensors to float16 and reduces them as such."""
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return _cast(tensor, torch.float16)
+    dtype = torch.float16
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor.to(cls.dtype), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
@@ -63,13 +65,7 @@ class FP16Compressor(Compressor):
 class BF16Compressor(FP16Compressor):
     """Rounds floating-point tensors to bfloat16, which keeps float32's range, and reduces them as such."""
 
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        return _cast(tensor, torch.bfloat16)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
-    return (tensor.to(dtype), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
+    dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -99,16 +95,12 @@ class CodecCompression:
         return f"CodecCompression({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def __post_init__(self) -> None:
-        if isinstance(self.codec, type) and issubclass(self.codec, Codec):
-            raise TypeError(
-                f"codec={self.codec.__name__} is a class: make a codec of it, such as {self.codec.__name__}()"
-            )
-        if not isinstance(self.codec, Codec):
-            raise TypeError(f"codec={self.codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed!r}: expected a whole number of 64 bits, equal on all ranks")
         how: dict[str, Any] = {name: getattr(self, name) for name in ("error_feedback", "seed", "entropy_coding")}
         Options(self.codec, **how).check(None)
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"codec={self.codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
         check_exchange(self.exchange, self.codec, besides=("auto",))
         if self.feedback:
             self.strategy.check(self.codec.with_feedback())
@@ -167,18 +159,6 @@ class Compression:
     codec = CodecCompression
 
 
-_EXAMPLES = {
-    "TopK": "Compression.topk(density=0.01)",
-    "ChunkedTopK": "Compression.chunked_topk(k=64)",
-    "OneBit": "Compression.onebit()",
-    "QSGD": "Compression.qsgd(bits=4)",
-    "TernGrad": "Compression.terngrad()",
-    "Ternary": "Compression.ternary()",
-    "Outliers": "Compression.outliers(OneBit())",
-    "CodecCompression": "Compression.codec(TopK(density=0.01), exchange='auto')",
-}
-
-
 def codec_of(compression: Any) -> CodecCompression | None:
     """The codec and its use; None for compressors.
 
@@ -190,8 +170,10 @@ def codec_of(compression: Any) -> CodecCompression | None:
     if isinstance(compression, CodecCompression):
         return compression
     if isinstance(compression, type) and issubclass(compression, Codec | CodecCompression):
-        name, example = compression.__name__, _EXAMPLES.get(compression.__name__, f"{compression.__name__}()")
-        raise ValueError(f"compression={name} is a class: make a codec of it, such as {example}")
+        raise ValueError(
+            f"compression={compression.__name__} is a class: make a codec of it, as Compression.topk(density=0.01), "
+            "Compression.onebit() or Compression.codec(TopK(density=0.01), exchange='auto') do"
+        )
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ValueError(
             f"compression={compression!r}: expected Compression.none, .fp16, .bf16, a codec such as "

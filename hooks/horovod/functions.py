@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,11 @@ from .gradients import checkpoint
 from .gradients.residuals import CompressionState
 from .optimizer_state import put_together, taken_apart
 from .process_sets import ProcessSet, global_process_set
-from .runtime.context import world
+from .runtime.context import engine
 from .runtime.handles import (
     allgather_operation,
     broadcast_operation,
     check,
-    first,
     key_of,
     memory,
     overlaps,
@@ -50,7 +49,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             f"invalid params of type: {type(params).__name__}; expected a state_dict or named_parameters()"
         )
     if root_rank not in global_process_set.ranks:
-        raise ValueError(f"root_rank={root_rank!r}: expected a rank below size() = {world().size}")
+        raise ValueError(f"root_rank={root_rank!r}: expected a rank below size() = {engine().size}")
     named = [(name, tensor) for name, tensor in pairs if isinstance(tensor, Tensor)]
     for name, tensor in named:
         # Any strides: parameters may be channels-last, and are no less worth it.
@@ -86,10 +85,10 @@ def broadcast_object(
     Raises:
         ValueError: the root's cannot be pickled; on every rank.
     """
-    is_root = world().rank == root_rank
+    is_root = engine().rank == root_rank
     pack = partial(_to_bytes, obj) if is_root else None
-    data = _from_root("broadcast_object", pack, root_rank, name and f"object.{name}", process_set)
-    return obj if is_root else _from_bytes(data)
+    found = _from_root("broadcast_object", pack, root_rank, name and f"object.{name}", process_set)
+    return obj if is_root else found
 
 
 def _from_root(
@@ -98,16 +97,15 @@ def _from_root(
     root: int,
     base: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """The bytes that `pack` gives on the root, which alone has it. Raises ValueError on every rank if it raises."""
-    length, data, problem = _packed(pack or (lambda: torch.empty(0, dtype=torch.uint8, device="cpu")))
+) -> Any:
+    """What `pack` gives the bytes of on the root, which alone has it. Raises ValueError on every rank if it raises."""
+    data, problem = _packed(pack) if pack else (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
+    length = torch.tensor([data.numel()], device="cpu")
     _broadcast(length, root, base and f"{base}.size", process_set)
     if pack is None:
-        data = torch.empty(abs(int(length)), dtype=torch.uint8, device="cpu")
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     _broadcast(data, root, base, process_set)
-    if length < 0:
-        raise _not_packed(kind, [_from_bytes(data)], problem)
-    return data
+    return _unpacked(kind, [data], problem)[0]
 
 
 def _broadcast(tensor: Tensor, root: int, name: str | None, process_set: ProcessSet) -> None:
@@ -122,38 +120,31 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         ValueError: some rank's cannot be pickled; on every rank.
     """
-    length, data, problem = _packed(partial(_to_bytes, obj))
-    base = name and f"object.{name}"
-    sizes_key = key_of("allgather", base and f"{base}.size", process_set)
-    sizes = synchronize(submit(allgather_operation(sizes_key, [length]), first))
-    joined = synchronize(submit(allgather_operation(key_of("allgather", base, process_set), [data]), first))
-    found = [_from_bytes(part) for part in joined.split(sizes.abs().tolist())]
-    told = [one for size, one in zip(sizes.tolist(), found, strict=True) if size < 0]
-    if told:
-        raise _not_packed("allgather_object", told, problem)
-    return found
+    data, problem = _packed(partial(_to_bytes, obj))
+    operation = allgather_operation(key_of("allgather", name and f"object.{name}", process_set), [data])
+    (whole,) = synchronize(submit(operation))
+    return _unpacked("allgather_object", [part for part in whole.split(operation.rows[0]) if len(part)], problem)
 
 
-def _packed(pack: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Exception | None]:
-    """Length, bytes and None; if `pack` raises, a length below 0, a message and the error.
+class _NotPacked(str):
+    """What a rank sends that cannot pack its object: the reason."""
 
-    The other ranks wait for a message in any case.
-    """
-    problem = None
+
+def _packed(pack: Callable[[], Tensor]) -> tuple[Tensor, Exception | None]:
+    """The bytes that `pack` gives, or, if it raises, those of the reason, for which the others wait, and the error."""
     try:
-        data = pack()
+        return pack(), None
     except Exception as error:  # whatever the object's own methods raise
         # With the rank: where some have joined, there are fewer messages than ranks.
-        problem, data = error, _to_bytes(f"rank {world().rank}: {type(error).__name__}: {error}")
-    return torch.tensor([data.numel() if problem is None else -data.numel()], device="cpu"), data, problem
+        return _to_bytes(_NotPacked(f"rank {engine().rank}: {type(error).__name__}: {error}")), error
 
 
-def _not_packed(kind: str, told: list[str], problem: Exception | None) -> ValueError:
-    error = ValueError(
-        f"{kind} sends what pickle, or torch.save, can carry, and not what there is on " + "; ".join(told)
-    )
-    error.__cause__ = problem
-    return error
+def _unpacked(kind: str, messages: Sequence[Tensor], problem: Exception | None) -> list[Any]:
+    found = [_from_bytes(data) for data in messages]
+    if told := [one for one in found if isinstance(one, _NotPacked)]:
+        text = f"{kind} sends what pickle, or torch.save, can carry, and not what there is on {'; '.join(told)}"
+        raise ValueError(text) from problem
+    return found
 
 
 def _to_bytes(obj: Any) -> Tensor:
@@ -193,7 +184,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         raise ValueError(f"broadcast_optimizer_state takes a torch.optim.Optimizer, not a {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it belongs to the closure of one process")
-    is_root = world().rank == root_rank
+    is_root = engine().rank == root_rank
     # Structure and numbers first, then the tensors' memory, as it is, one by one.
     counts = [len(group["params"]) for group in optimizer.param_groups]
     state: CompressionState | None = getattr(optimizer, "_compression_state", None)  # of a DistributedOptimizer
@@ -209,8 +200,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         shared = None if own is None else {**own, "residuals": own["residuals"] and {}, "vectors": {}}
         return _to_bytes((counts, shared, data, places))
 
-    packed = _from_root("broadcast_optimizer_state", described if is_root else None, root_rank)
-    theirs, shared, data, places = _from_bytes(packed)
+    pack = described if is_root else None
+    theirs, shared, data, places = _from_root("broadcast_optimizer_state", pack, root_rank)
     every = allgather_object((counts, None if state is None or not state.included else not state.feedback))
     if any(other != theirs for other, _ in every):
         raise ValueError(

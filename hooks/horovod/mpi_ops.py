@@ -25,13 +25,7 @@ from torch import Tensor
 from ..comm.untraced import untraced
 from .compression import Compression, codec_of
 from .errors import HorovodInternalError
-from .gradients.autograd import (
-    AllGatherFunction,
-    AllReduceFunction,
-    AllToAllFunction,
-    BroadcastFunction,
-    ReduceScatterFunction,
-)
+from .gradients import autograd
 from .process_sets import ProcessSet, add_process_set, global_process_set, process_set_ids, remove_process_set
 from .runtime.compressed import Join
 from .runtime.context import (
@@ -40,6 +34,7 @@ from .runtime.context import (
     cross_size,
     cuda_built,
     ddl_built,
+    engine,
     gloo_built,
     gloo_enabled,
     init,
@@ -57,7 +52,6 @@ from .runtime.context import (
     size,
     start_timeline,
     stop_timeline,
-    world,
 )
 from .runtime.handles import (
     allgather_operation,
@@ -66,7 +60,6 @@ from .runtime.handles import (
     broadcast_operation,
     first,
     key_of,
-    memory,
     poll,
     reducescatter_operation,
     reduction,
@@ -93,8 +86,8 @@ def allreduce(
         ValueError: both `op` and `average` were given; a codec with another op than Average and Sum; or one that leaves
             something out, without a name, or with that of a tensor of another shape.
     """
-    return _reduce_all([tensor], "allreduce", average, name, compression, op, prescale_factor, postscale_factor,
-                       process_set)[0]  # fmt: skip
+    return _allreduce([tensor], "allreduce", average, name, compression, op, prescale_factor, postscale_factor,
+                      process_set)[0]  # fmt: skip
 
 
 @untraced
@@ -124,7 +117,7 @@ def allreduce_async_(
 ) -> int:  # fmt: skip
     """Start an allreduce in place; a handle."""
     op, key = reduction(op, average), key_of("allreduce", name, process_set)
-    operation = allreduce_operation(key, [tensor], op, prescale_factor, postscale_factor, outputs=_detached([tensor]))
+    operation = allreduce_operation(key, [tensor], op, prescale_factor, postscale_factor, in_place=True)
     return submit(operation, lambda results: tensor)
 
 
@@ -138,8 +131,20 @@ def grouped_allreduce(
 
     A codec compresses them as one: top-k chooses among all their elements.
     """
-    return _reduce_all(tensors, "grouped_allreduce", average, name, compression, op, prescale_factor,
-                       postscale_factor, process_set)  # fmt: skip
+    return _allreduce(tensors, "grouped_allreduce", average, name, compression, op, prescale_factor, postscale_factor,
+                      process_set)  # fmt: skip
+
+
+def _allreduce(
+    tensors: Sequence[Tensor], kind: str, average: bool | None, name: str | None, compression: Any, op: int | None,
+    prescale: float, postscale: float, process_set: ProcessSet,
+) -> list[Tensor]:  # fmt: skip
+    op, codec = reduction(op, average), codec_of(compression)
+
+    def reduce(tensors: Sequence[Tensor]) -> Any:
+        return autograd.allreduce(tensors, kind, name, process_set, op, prescale, postscale, codec)
+
+    return _compressed(compression, tensors, reduce) if codec is None else list(reduce(tensors))
 
 
 @untraced
@@ -170,7 +175,7 @@ def grouped_allreduce_async_(
 ) -> int:  # fmt: skip
     """Start a grouped allreduce in place; a handle."""
     op, key, tensors = reduction(op, average), key_of("grouped_allreduce", name, process_set), list(tensors)
-    operation = allreduce_operation(key, tensors, op, prescale_factor, postscale_factor, outputs=_detached(tensors))
+    operation = allreduce_operation(key, tensors, op, prescale_factor, postscale_factor, in_place=True)
     return submit(operation, lambda results: tensors)
 
 
@@ -187,23 +192,10 @@ def sparse_allreduce_async(
     return functools.partial(synchronize, submit(sparse_operation(key, tensor, reduction(op, None)), first))
 
 
-def _reduce_all(
-    tensors: Sequence[Tensor], kind: str, average: bool | None, name: str | None, compression: Any, op: int | None,
-    prescale: float, postscale: float, process_set: ProcessSet,
-) -> list[Tensor]:  # fmt: skip
-    op, codec = reduction(op, average), codec_of(compression)
-    reduce = functools.partial(AllReduceFunction.apply, name, op, prescale, postscale, process_set, codec, kind)
-    return _compressed(compression, tensors, reduce) if codec is None else list(reduce(*tensors))
-
-
 def _compressed(compression: Any, tensors: Sequence[Tensor], reduce: Callable[..., Any]) -> list[Tensor]:
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = reduce(*(tensor for tensor, _ in pairs))
+    reduced = reduce([tensor for tensor, _ in pairs])
     return [compression.decompress(t, context) for t, (_, context) in zip(reduced, pairs, strict=True)]
-
-
-def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [memory(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 # -- allgather, broadcast, alltoall ------------------------------------------------------------------------------------
@@ -212,8 +204,7 @@ def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
 @untraced
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """The ranks' tensors, one after the other along the first dimension, in which they may differ. Differentiable."""
-    result: Tensor = AllGatherFunction.apply(name, process_set, "allgather", tensor)[0]
-    return result
+    return autograd.allgather([tensor], "allgather", name, process_set)[0]
 
 
 @untraced
@@ -227,7 +218,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """As `allgather`, of several tensors at once. Differentiable."""
-    return list(AllGatherFunction.apply(name, process_set, "grouped_allgather", *tensors))
+    return list(autograd.allgather(tensors, "grouped_allgather", name, process_set))
 
 
 @untraced
@@ -243,8 +234,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """The `tensor` of `root_rank`, a global rank; this rank's stays as it is. Differentiable."""
-    result: Tensor = BroadcastFunction.apply(tensor, root_rank, name, process_set)
-    return result
+    return autograd.broadcast(tensor, root_rank, name, process_set)
 
 
 @untraced
@@ -287,7 +277,7 @@ def alltoall(
     Returns:
         The rows from all ranks, in their order; with `splits`, also how many came from each, int32.
     """
-    result, received = AllToAllFunction.apply(tensor, splits, name, process_set, "alltoall")
+    result, received = autograd.alltoall(tensor, splits, "alltoall", name, process_set)
     return result if splits is None else (result, received)
 
 
@@ -353,7 +343,10 @@ def _scatter(
     if codec_of(compression) is not None:
         raise ValueError(f"{kind} cannot use {compression}: use Compression.none, .fp16 or .bf16, or allreduce")
     op = reduction(op, None)
-    reduce = functools.partial(ReduceScatterFunction.apply, name, op, prescale, postscale, process_set, kind)
+
+    def reduce(tensors: Sequence[Tensor]) -> Any:
+        return autograd.reducescatter(tensors, kind, name, process_set, op, prescale, postscale)
+
     return _compressed(compression, tensors, reduce)
 
 
@@ -378,11 +371,11 @@ def join(device: int = -1) -> int:
     Returns:
         The last rank to join.
     """
-    engine = world().engine
-    if torch.cuda.is_available() and (device >= 0 or engine.device is None):
-        engine.device = torch.device("cuda", device if device >= 0 else torch.cuda.current_device())
-    last = int(synchronize(submit(Join(engine.states))))
-    world().joined()
+    here = engine()
+    if torch.cuda.is_available() and (device >= 0 or here.device is None):
+        here.device = torch.device("cuda", device if device >= 0 else torch.cuda.current_device())
+    last = int(synchronize(submit(Join(here.states))))
+    here.joined()
     return last
 
 

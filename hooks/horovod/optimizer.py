@@ -23,7 +23,7 @@ from .gradients.bucketing import GradientReducer
 from .gradients.residuals import CompressionState
 from .process_sets import ProcessSet, global_process_set
 from .runtime.arithmetic import number
-from .runtime.context import world
+from .runtime.context import engine
 from .runtime.handles import allreduce_operation, key_of, reduction
 from .runtime.operations import Adasum, Average
 
@@ -65,7 +65,7 @@ def DistributedOptimizer(
     Raises:
         ValueError: an argument cannot work; the message says which and why.
     """
-    world()
+    engine()
     if isinstance(optimizer, _Distributed):
         raise ValueError("this is a DistributedOptimizer already: pass the optimizer it was made from")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -306,9 +306,8 @@ class _Distributed(torch.optim.Optimizer):
             pairs = [options.compression.compress(p - old) for (_, p), old in zip(named, before, strict=True)]
             key = key_of("gradient.adasum", named[0][0], options.process_set)
             sent = [tensor for tensor, _ in pairs]
-            deltas = (
-                world().engine.submit(allreduce_operation(key, sent, Adasum, 1.0, 1.0, sent, contiguous=False)).wait()
-            )
+            operation = allreduce_operation(key, sent, Adasum, in_place=True, contiguous=False)
+            deltas = engine().submit(operation).wait()
             for (_, p), old, delta, (_, context) in zip(named, before, deltas, pairs, strict=True):
                 p.copy_(old + options.compression.decompress(delta, context))
         return result
@@ -351,7 +350,7 @@ class _Distributed(torch.optim.Optimizer):
         nothing lost, but with other bits. Saving changes nothing."""
         state = super().state_dict()
         if self._reducer.state is not None:
-            here = world()
+            here = engine()
             self._reducer.wait()
             state[ENTRY] = self._reducer.state.state_dict(here.rank, here.size)
         return state
@@ -385,10 +384,8 @@ class _Distributed(torch.optim.Optimizer):
         own = checkpoint.checked(self._reducer.state, state_dict.get(ENTRY), dict(_named(self)))
         self._reducer.reset()
         super().load_state_dict({key: value for key, value in state_dict.items() if key != ENTRY})
-        if self._reducer.state is not None and own is None:
-            self._reducer.state.reset()
-        elif self._reducer.state is not None and own is not None:
-            self._reducer.state.load_state_dict(own)
+        if self._reducer.state is not None:
+            self._reducer.state.load_state_dict(own or checkpoint.EMPTY)
 
     @property
     def _compression_state(self) -> CompressionState | None:

@@ -9,7 +9,7 @@ from .consensus.negotiation import REMOVE
 from .runtime import context
 from .runtime.arithmetic import integers
 from .runtime.channel import Channel
-from .runtime.context import World, world
+from .runtime.context import engine
 from .runtime.engine import Engine
 from .runtime.operations import Operation
 
@@ -23,24 +23,24 @@ class ProcessSet:
 
     def __init__(self, ranks: Any) -> None:
         if hasattr(ranks, "allgather"):
-            ranks = ranks.allgather(world().rank)
+            ranks = ranks.allgather(engine().rank)
         expected = "one or more distinct ranks, or an mpi4py communicator"
         self._ranks: list[int] | None = sorted(integers("ranks", ranks, expected))
         if len(set(self._ranks)) != len(self._ranks) or not self._ranks or self._ranks[0] < 0:
             raise ValueError(f"ranks={self._ranks}: expected {expected}")
-        self._place: tuple[World, int] | None = None
+        self._place: tuple[Engine, int] | None = None
 
     @property
     def process_set_id(self) -> int | None:
         """The same number on all ranks; None while this set is not registered."""
-        if self._place is None or self._place[0] is not context._world:
+        if self._place is None or self._place[0] is not context._engine:
             return None
         return self._place[1]
 
     @property
     def ranks(self) -> list[int]:
         """Global ranks, ascending."""
-        return list(range(world().size)) if self._ranks is None else list(self._ranks)
+        return list(range(engine().size)) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int | None:
         """Number of ranks, or None while it is not registered."""
@@ -48,11 +48,11 @@ class ProcessSet:
 
     def rank(self) -> int | None:
         """This process's number within the set; None if it is not in it, or the set is not registered."""
-        return self.ranks.index(world().rank) if self.included() else None
+        return self.ranks.index(engine().rank) if self.included() else None
 
     def included(self) -> bool | None:
         """True if this process is in the set; None while it is not registered."""
-        return None if self.process_set_id is None else world().rank in self.ranks
+        return None if self.process_set_id is None else engine().rank in self.ranks
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_ranks": self._ranks, "_place": None}
@@ -117,8 +117,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         ValueError: there is one of the same ranks, or a rank does not exist.
         HorovodInternalError: the ranks passed different ones.
     """
-    process_set, here = _checked(process_set), world()
-    set_id = here.engine.submit(_Change(here.engine, {"ranks": process_set.ranks})).wait()
+    process_set, here = _checked(process_set), engine()
+    set_id = here.submit(_Change(here, {"ranks": process_set.ranks})).wait()
     process_set._place = (here, set_id)
     _registered[set_id] = process_set
     return process_set
@@ -128,7 +128,7 @@ def _checked(process_set: ProcessSet | Sequence[int], others: Sequence[ProcessSe
     """Raises ValueError unless it can be added after `others`."""
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    size = world().size
+    size = engine().size
     if process_set.ranks[-1] >= size:
         raise ValueError(f"{process_set.ranks}: expected ranks below size() = {size}")
     if any(other.ranks == process_set.ranks for other in others):
@@ -153,8 +153,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     set_id = process_set.process_set_id
     if not set_id:
         return False
-    engine = world().engine
-    engine.submit(_Change(engine, {"id": set_id})).wait()
+    engine().submit(_Change(engine(), {"id": set_id})).wait()
     process_set._place = None
     _registered.pop(set_id, None)
     return True

@@ -36,7 +36,7 @@ from gradwire import (
 )
 from gradwire.compress.feedback.base import RESIDUAL, Feedback
 from gradwire.hooks.comm.between_steps import REMEDY, Reentered
-from gradwire.hooks.horovod.runtime.context import world
+from gradwire.hooks.horovod.runtime.context import engine
 from gradwire.hooks.training.autograd_end import current_pass
 from gradwire.optim import DistributedLion, OneBitAdam
 from lacking import needs_reduce_scatter
@@ -470,7 +470,7 @@ def test_no_handler_changes_anything(ranks: Ranks, name: str, seed: int) -> None
 def test_an_operation_that_a_handler_cannot_submit_counts_for_nothing(rank: int) -> list[float]:
     hvd.init()
     if rank == 0:
-        with world().engine.submitting, pytest.raises(RuntimeError, match=REMEDY):  # as interrupted in a submission
+        with engine().submitting, pytest.raises(RuntimeError, match=REMEDY):  # as interrupted in a submission
             hvd.allreduce_async(torch.ones(3))
     result: list[float] = hvd.allreduce(torch.full((3,), float(rank))).tolist()
     return result

@@ -85,7 +85,7 @@ def test_what_an_optimizer_that_is_gone_has_left_out_is_not_sent(rank: int, last
 def test_an_engine_that_has_ended_keeps_nothing(rank: int) -> None:
     hvd.init()
     hvd.allreduce(torch.ones(1))
-    engine = weakref.ref(context.world().engine)
+    engine = weakref.ref(context.engine())
     hvd.shutdown()
     gc.collect()
     assert engine() is None

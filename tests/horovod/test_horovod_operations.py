@@ -650,7 +650,7 @@ def test_the_timeline_is_a_chrome_trace(ranks: Ranks, tmp_path: Path) -> None:
 def stopped_meanwhile(rank: int, path: str) -> None:
     hvd.init()
     hvd.start_timeline(path, mark_cycles=True)
-    timeline = context.world().engine.timeline
+    timeline = context.engine().timeline
     if timeline is not None:
         mark = timeline.mark
         timeline.mark = lambda name: (mark(name), hvd.stop_timeline())  # type: ignore[assignment, func-returns-value]

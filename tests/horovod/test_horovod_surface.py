@@ -344,7 +344,7 @@ def request(key: str, fuse: str | None = "f", numel: int = 10, **changes: Any) -
 
 
 def ran(negotiator: Negotiator) -> list[list[str]]:
-    return [[op["key"] for op in d.message["ops"]] for d in negotiator.decisions() if d.message["do"] == "run"]
+    return [[op["key"] for op in message["ops"]] for _, message in negotiator.decisions() if message["do"] == "run"]
 
 
 def test_ready_operations_are_fused_up_to_the_threshold() -> None:

@@ -124,11 +124,8 @@ class Coordinator:
     def _decide(self) -> None:
         if self._ending is not None or len(self._peers) < self._negotiator.size:
             return
-        for decision in self._negotiator.decisions():
-            for rank in decision.members:
-                message = decision.message
-                if decision.acknowledge == rank:
-                    message = {**message, "acknowledge": True}
+        for members, message in self._negotiator.decisions():
+            for rank in members:
                 self._loop.send(self._peers[rank], message)
         if self._leaving is not None and self._negotiator.drained:
             self._end(f"rank {self._leaving} has shut down", clean=True)

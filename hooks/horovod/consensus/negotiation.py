@@ -39,20 +39,15 @@ REMOVE = "process_set.remove"
 #: Kinds whose tensors may differ in their first dimension.
 UNEVEN = ("allgather", "alltoall")
 #: Kinds in which ranks that have joined can take part: with zeros, with no rows, or with what they have left out.
-JOINABLE = ("allreduce", "adasum", "exchange", "allgather", "residual")
+JOINABLE = ("allreduce", "exchange", "allgather", "residual")
 
 #: Decisions of a process set in flight at which fused ones wait. The next one is formed while these run, from all that
 #: comes meanwhile, so that buffers grow if the network is the bottleneck.
 MAX_IN_FLIGHT = 2
 
 
-@dataclass
-class Decision:
-    """A message for some ranks. `members` are global ranks; `acknowledge` is the one that says when it is done."""
-
-    members: tuple[int, ...]
-    message: dict[str, Any]
-    acknowledge: int | None = None
+#: A message for some ranks, by their global numbers.
+Decision = tuple[tuple[int, ...], dict[str, Any]]
 
 
 @dataclass
@@ -88,8 +83,7 @@ class Negotiator:
             return
         key, set_id = request["key"], request["set"]
         if rank not in self.sets.get(set_id, ()):
-            message = f"rank {rank} is not in process set {set_id}, or that was removed"
-            self._urgent.append(Decision((rank,), {"do": "fail", "key": key, "message": message}))
+            self._fail((rank,), key, f"rank {rank} is not in process set {set_id}, or that was removed")
             return
         pending = self._pending.setdefault(key, _Pending(set_id, time.monotonic()))
         pending.requests[rank] = request
@@ -106,9 +100,8 @@ class Negotiator:
         for set_id, ready in self._ready.items():
             while ready and (taken := self._take(ready, self._running.get(set_id, 0) < MAX_IN_FLIGHT)):
                 self._running[set_id] = self._running.get(set_id, 0) + 1
-                members = self.sets[set_id]
                 batch = [{"key": request["key"], "info": info} for request, info in taken]
-                yield Decision(members, {"do": "run", "set": set_id, "ops": batch}, members[0])
+                yield self.sets[set_id], {"do": "run", "set": set_id, "ops": batch}
 
     @property
     def drained(self) -> bool:
@@ -148,12 +141,15 @@ class Negotiator:
         if problem is None:
             problem = self._change_sets(reference)
         if problem is not None:
-            self._urgent.append(Decision(members, {"do": "fail", "key": key, "message": f"{key}: {problem}"}))
+            self._fail(members, key, f"{key}: {problem}")
             return
         info = describe(reference, pending.requests, members)
         if reference["kind"] == "process_set.add":
             info["id"] = reference["id"]
         self._ready.setdefault(pending.set_id, []).append((reference, info))
+
+    def _fail(self, members: tuple[int, ...], key: str, message: str) -> None:
+        self._urgent.append((members, {"do": "fail", "key": key, "message": message}))
 
     def _change_sets(self, reference: Request) -> str | None:
         if reference["kind"] == "process_set.add":

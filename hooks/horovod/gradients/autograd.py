@@ -8,7 +8,7 @@ through which autograd can go back in turn, as for a penalty on gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ from ..runtime.handles import (
 from ..runtime.operations import OP_NAMES, Adasum, Average, Operation, Sum
 
 
+class _Differentiable(torch.autograd.Function):
+    """An operation, and the one that takes gradients of its results to those of its tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.apply_backward = backward
+        return tuple(forward(*tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.apply_backward(*(gradient.contiguous() for gradient in gradients))
+
+
 def _now(operation: Operation) -> Any:
     return synchronize(submit(operation))
 
@@ -36,104 +49,78 @@ def _backward_name(name: str | None) -> str | None:
     return None if name is None else f"{name}.gradient"
 
 
-def _differentiable(op: int) -> None:
+def _check_gradient(op: int) -> None:
     if op not in (Average, Sum, Adasum):
         raise RuntimeError(f"op={OP_NAMES[op]} has no gradient here: use hvd.Average or hvd.Sum, or tensor.detach()")
 
 
-class AllReduceFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, op: int, prescale: float, postscale: float, ps: ProcessSet, codec: Any,
-        kind: str, *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.arguments = (name, op, prescale, postscale, ps, kind)
-        key = key_of(kind, name, ps)
-        operation = allreduce_operation(key, tensors, op, prescale, postscale, codec=codec, nameless=name is None)
-        return tuple(_now(operation))
+def allreduce(
+    tensors: Sequence[Tensor], kind: str, name: str | None, ps: ProcessSet, op: int = Average, prescale: float = 1.0,
+    postscale: float = 1.0, codec: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    def forward(*tensors: Tensor) -> Any:
+        return _now(allreduce_operation(key_of(kind, name, ps), tensors, op, prescale, postscale, codec=codec))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        name, op, prescale, postscale, ps, kind = ctx.arguments
-        _differentiable(op)
-        dense = [gradient.contiguous() for gradient in gradients]
-        reduced = AllReduceFunction.apply(_backward_name(name), op, prescale, postscale, ps, None, kind, *dense)
-        return (None,) * 7 + tuple(reduced)
+    def backward(*gradients: Tensor) -> Any:
+        _check_gradient(op)
+        return allreduce(gradients, kind, _backward_name(name), ps, op, prescale, postscale)
+
+    return _Differentiable.apply(forward, backward, *tensors)
 
 
-def _mean(name: str | None, ps: ProcessSet, kind: str, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    dense = [gradient.contiguous() for gradient in gradients]
-    mean: tuple[Tensor, ...] = AllReduceFunction.apply(name, Average, 1.0, 1.0, ps, None, f"{kind}.gradient", *dense)
-    return mean
+def allgather(tensors: Sequence[Tensor], kind: str, name: str | None, ps: ProcessSet) -> tuple[Tensor, ...]:
+    own: list[tuple[int, int]] = []
 
-
-class AllGatherFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, ps: ProcessSet, kind: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(*tensors: Tensor) -> Any:
         operation = allgather_operation(key_of(kind, name, ps), tensors)
-        results = tuple(_now(operation))
+        results = _now(operation)
         # Where this rank's begin, which others may have joined before: these had no rows.
-        starts = [sum(rows[: ps.rank()]) for rows in operation.rows]
-        ctx.arguments, ctx.own = (name, ps, kind), [(a, len(t)) for a, t in zip(starts, tensors, strict=True)]
+        own.extend((sum(rows[: ps.rank()]), len(t)) for rows, t in zip(operation.rows, tensors, strict=True))
         return results
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        name, ps, kind = ctx.arguments
-        mean = _mean(name, ps, kind, gradients)
-        own = (g.narrow(0, start, rows) for g, (start, rows) in zip(mean, ctx.own, strict=True))
-        return (None, None, None, *own)
+    def backward(*gradients: Tensor) -> Any:
+        mean = allreduce(gradients, f"{kind}.gradient", name, ps)
+        return (gradient.narrow(0, *place) for gradient, place in zip(mean, own, strict=True))
+
+    return _Differentiable.apply(forward, backward, *tensors)
 
 
-class BroadcastFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root: int, name: str | None, ps: ProcessSet) -> Tensor:
-        ctx.arguments = (root, name, ps)
-        operation = broadcast_operation(key_of("broadcast", name, ps), tensor, torch.empty_like(tensor), root, ps)
-        result: Tensor = _now(operation)[0]
-        return result
+def broadcast(tensor: Tensor, root: int, name: str | None, ps: ProcessSet) -> Tensor:
+    def forward(tensor: Tensor) -> Any:
+        return _now(broadcast_operation(key_of("broadcast", name, ps), tensor, torch.empty_like(tensor), root, ps))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        root, name, ps = ctx.arguments
-        (mean,) = _mean(name, ps, "broadcast", gradients)
+    def backward(*gradients: Tensor) -> Any:
+        (mean,) = allreduce(gradients, "broadcast.gradient", name, ps)
         # Only the root's tensor had any influence. Zeros have the mean's history: every rank goes back through it.
         is_root = ps.ranks[ps.rank() or 0] == root
-        return mean if is_root else mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0.0), None, None, None
+        return [mean if is_root else mean.masked_fill(torch.ones_like(mean, dtype=torch.bool), 0.0)]
+
+    return _Differentiable.apply(forward, backward, tensor)[0]
 
 
-class AllToAllFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, splits: Any, name: str | None, ps: ProcessSet, kind: str
-    ) -> tuple[Tensor, Tensor]:
-        operation = alltoall_operation(key_of(kind, name, ps), tensor, splits, ps.size() or 0)
-        result, received = _now(operation)
-        ctx.arguments, ctx.received = (name, ps, f"{kind}.gradient"), received.tolist()
-        ctx.mark_non_differentiable(received)
-        return result, received
+def alltoall(tensor: Tensor, splits: Any, kind: str, name: str | None, ps: ProcessSet) -> tuple[Tensor, Tensor]:
+    received: list[int] = []
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        sent, _ = AllToAllFunction.apply(gradients[0].contiguous(), ctx.received, *ctx.arguments)
-        return sent, None, None, None, None
+    def forward(tensor: Tensor) -> Any:
+        rows, counts = _now(alltoall_operation(key_of(kind, name, ps), tensor, splits, ps.size() or 0))
+        received.extend(counts.tolist())
+        return rows, counts
+
+    def backward(gradient: Tensor, _: Any) -> Any:
+        return alltoall(gradient, received, f"{kind}.gradient", name, ps)[:1]
+
+    return _Differentiable.apply(forward, backward, tensor)
 
 
-class ReduceScatterFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, op: int, prescale: float, postscale: float, ps: ProcessSet, kind: str,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        operation = reducescatter_operation(key_of(kind, name, ps), tensors, op, prescale, postscale)
-        ctx.arguments = (name, op, operation.prescale * operation.postscale, ps, kind)
-        return tuple(_now(operation))
+def reducescatter(
+    tensors: Sequence[Tensor], kind: str, name: str | None, ps: ProcessSet, op: int, prescale: float, postscale: float
+) -> tuple[Tensor, ...]:
+    def forward(*tensors: Tensor) -> Any:
+        return _now(reducescatter_operation(key_of(kind, name, ps), tensors, op, prescale, postscale))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        name, op, factor, ps, kind = ctx.arguments
-        _differentiable(op)
-        factor *= (ps.size() or 1) if op == Sum else 1
-        scaled = [(g * factor).contiguous() for g in gradients]
-        gathered = AllGatherFunction.apply(name, ps, f"{kind}.gradient", *scaled)
-        return (None,) * 6 + tuple(gathered)
+    def backward(*gradients: Tensor) -> Any:
+        _check_gradient(op)
+        factor = prescale * postscale * ((ps.size() or 1) if op == Sum else 1)
+        return allgather([gradient * factor for gradient in gradients], f"{kind}.gradient", name, ps)
+
+    return _Differentiable.apply(forward, backward, *tensors)

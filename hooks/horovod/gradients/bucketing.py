@@ -8,6 +8,7 @@ hold the same gradients on all ranks and in every run, for the codec's choice an
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,12 +23,13 @@ from ...training.grad_scaler import LossScale
 from ..compression import codec_of
 from ..functions import allgather_object
 from ..runtime.compressed import ResidualMean
-from ..runtime.context import world
-from ..runtime.handles import key_of
+from ..runtime.context import engine
+from ..runtime.handles import allreduce_operation, key_of, overlaps, sparse_operation
+from ..runtime.operations import Average, Operation
 from . import checkpoint
 from .arguments import Options
-from .residuals import state_of_optimizer
-from .units import Reductions, Unit, buckets_of, check_alike
+from .residuals import CompressionState
+from .units import Unit, buckets_of, check_alike, empty_rows
 from .unscaling import REMEDY, Unscaling, are_finite, version
 
 #: The reducer of a parameter's gradient, by its id: of the optimizer made last, should there be several.
@@ -46,8 +48,10 @@ class GradientReducer:
         self.options = options
         self.names = {p: name for name, p in named}
         codec = codec_of(options.compression)
-        self.state = None if codec is None else state_of_optimizer(codec, options.process_set)
-        self._reductions = Reductions(self.names, options, self.state)
+        self.state = None if codec is None else CompressionState(codec, options.process_set)
+        #: Parameters with sparse gradients, and how many dimensions of these are sparse.
+        self._sparse: dict[Tensor, int] = {}
+        self._warned: set[Tensor] = set()
         self.unscaling = Unscaling()
         self._loss_scale: float | None = None  # of the gradients of this step
         #: The start of Horovod, and how often ranks had joined: since then all have made the same steps.
@@ -150,7 +154,7 @@ class GradientReducer:
                     if unit.pending is None:
                         self._launch(unit)
                 for unit in self._units:
-                    self._reductions.finish(unit)
+                    self._finish(unit)
             finally:
                 self.reset()
             self._settle_overflow()
@@ -178,7 +182,7 @@ class GradientReducer:
             raise
         is_new = self.loss_scale is not known
         if is_new and state is not None:
-            state.have_scale(self.loss_scale.read() or 1.0)
+            state.scale = self.loss_scale.read() or 1.0
         if begins:
             self.synchronize()
         elif is_new:  # what was reduced before it came has overflowed for it, too
@@ -219,7 +223,7 @@ class GradientReducer:
             if mine is None:
                 mine = torch.zeros(shape, dtype=torch.float32, device=devices.get(name))
             key = key_of(vector, name, process_set)
-            mean = world().engine.submit(ResidualMean(*key, mine, self.state, name, vector))
+            mean = engine().submit(ResidualMean(*key, mine, self.state, name, vector))
             pending.append((vectors[vector], name, mean))
         for found, name, mean in pending:
             found[name] = mean.wait()[0]
@@ -263,8 +267,7 @@ class GradientReducer:
             self.started, self.synchronized = True, False
             if self.unscaling.look() and self.state is not None:
                 self.state.keep_previous()  # a scaler may come, and skip this step already
-            here = world()
-            place = here.meeting, here.engine.joins
+            place = engine().meeting, engine().joins
             if place != self._place:
                 self._place = place
                 self.loss_scale.forget()
@@ -331,7 +334,7 @@ class GradientReducer:
         self._units.append(unit)
         for p in parameters:
             if self.options.only_sparse:
-                self._reductions.sparse[p] = 1  # as an embedding makes them; until there is one that says otherwise
+                self._sparse[p] = 1  # as an embedding makes them; until there is one that says otherwise
             if p not in self._delay:
                 p.register_post_accumulate_grad_hook(_weak(self))
                 _owners[id(p)] = self
@@ -340,7 +343,7 @@ class GradientReducer:
     @property
     def _settled(self) -> bool:
         """True if all ranks know which gradients are sparse: units of several must not hold any."""
-        return not self._together or self._settled_at is world().meeting
+        return not self._together or self._settled_at is engine().meeting
 
     def _settle_sparse(self) -> None:
         """Give gradients that are sparse on any rank units of their own. A collective.
@@ -352,15 +355,15 @@ class GradientReducer:
         """
         if self._settled:
             return
-        mine = {self.names[p]: dimensions for p, dimensions in self._reductions.sparse.items()}
+        mine = {self.names[p]: dimensions for p, dimensions in self._sparse.items()}
         mine |= {self.names[p]: grad.sparse_dim() for p in self._delay if (grad := self._sparse_grad(p)) is not None}
-        every = allgather_object((world().rank, mine, self._together), self.talk, self.options.process_set)
+        every = allgather_object((engine().rank, mine, self._together), self.talk, self.options.process_set)
         check_alike([(rank, theirs) for rank, _, theirs in every])
         found: dict[str, int] = {}
         for _, names, _ in every:
             found.update(names)
-        self._settled_at = world().meeting
-        self._reductions.sparse.update({p: found[self.names[p]] for p in self._delay if self.names[p] in found})
+        self._settled_at = engine().meeting
+        self._sparse.update({p: found[self.names[p]] for p in self._delay if self.names[p] in found})
         for unit in list(self._units):
             alone = {p for p in unit.parameters if self.names[p] in found}
             if alone and len(unit.parameters) > 1:
@@ -375,11 +378,84 @@ class GradientReducer:
         return p.grad if p.grad is not None and p.grad.is_sparse and not self.options.sparse_as_dense else None
 
     def _launch(self, unit: Unit) -> None:
+        """Submit a unit's gradients; zeros where there is none."""
+        no_gradient = all(p.grad is None for p in unit.parameters)
+        for p in unit.parameters:
+            made = p.grad
+            if p.grad is None:
+                p.grad = empty_rows(p, self._sparse[p]) if p in self._sparse else torch.zeros_like(p)
+            elif p.grad.is_sparse and (self.options.sparse_as_dense or len(unit.parameters) > 1):
+                self._warn_of_late_rows(p)
+                p.grad = p.grad.to_dense()
+            elif not p.grad.is_sparse and overlaps(p.grad):  # an expanded one that the script has put there
+                p.grad = p.grad.contiguous()
+            if p.grad is not made and p in unit.arrived and unit.arrived[p][0] is made:
+                unit.arrived[p] = p.grad, version(p.grad)
+        # `data` has a version of its own, so that what the reduction writes is told from what others do.
+        grads: list[Any] = [None if p.grad is None else p.grad.data for p in unit.parameters]
         try:
-            self._reductions.start(unit, self._loss_scale)
+            operation = self._operation(unit, grads)
+            operation.no_gradient, operation.loss_scale = no_gradient, self._loss_scale
+            unit.pending = engine().submit(operation)
         except ValueError:  # the others are refused it too: nobody comes to wait for what is under way
             self.reset()
             raise
+
+    def _operation(self, unit: Unit, grads: list[Tensor]) -> Operation:
+        options, state = self.options, self.state
+        names = [self.names[p] for p in unit.parameters]
+        key = key_of("gradient", names[0], options.process_set)
+        unit.contexts = [None] * len(grads)
+        if any(grad.is_sparse for grad in grads):
+            self._sparse[unit.parameters[0]] = grads[0].sparse_dim()
+            return sparse_operation(key, grads[0], options.op)
+        if state is not None:
+            # Not divided before: what is left out is kept in the gradient's own units, and sums are float32 anyway.
+            return allreduce_operation(
+                key, grads, options.op, in_place=True, contiguous=False, codec=state.compression, state=state,
+                names=names,
+            )  # fmt: skip
+        predivide = options.predivide if options.op == Average else 1.0
+        pairs = [options.compression.compress(grad) for grad in grads]
+        unit.contexts = [context for _, context in pairs]
+        scales, sent = (1.0 / predivide, predivide), [tensor for tensor, _ in pairs]
+        return allreduce_operation(key, sent, options.op, *scales, in_place=True, contiguous=False)
+
+    def _warn_of_late_rows(self, p: Tensor) -> None:
+        """Warn: the other ranks reduce it densely with others already."""
+        if not self.options.sparse_as_dense and p not in self._warned:
+            self._warned.add(p)
+            warnings.warn(
+                f"the gradient of {self.names[p]} has become sparse after the first step, in which no rank had one: it "
+                "is made dense; leave it out of the groups, let the first step have it on some rank, or pass "
+                "sparse_as_dense=True",
+                stacklevel=2,
+            )
+
+    def _finish(self, unit: Unit) -> None:
+        """Wait for a unit, and put what comes back into its gradients."""
+        assert unit.pending is not None
+        results = unit.pending.wait()
+        for p, result, context in zip(unit.parameters, results, unit.contexts, strict=True):
+            if result.is_sparse:
+                self._sparse[p] = result.sparse_dim()
+                p.grad = result
+                continue
+            if p.grad is None:
+                raise AssertionError(
+                    f"{self.names[p]} has lost its gradient between loss.backward() and optimizer.step() or "
+                    "optimizer.synchronize(), as by model.zero_grad(): other ranks go on with their mean. Drop "
+                    "gradients after the step"
+                )
+            dense = result
+            if self.state is None:
+                if p.grad.is_sparse:  # nothing was here, and the others' is dense: what is theirs
+                    context = self.options.compression.compress(torch.zeros_like(p))[1]
+                dense = self.options.compression.decompress(result, context)
+            if p.grad.is_sparse:
+                p.grad = dense
+            elif dense.data_ptr() != p.grad.data_ptr() or dense.dtype != p.grad.dtype:
+                p.grad.detach().copy_(dense)
 
 
 def _weak(reducer: GradientReducer) -> Callable[[Tensor], None]:

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from ....compress.feedback.base import RESIDUAL
 from ...training.names import renamed
-from ..runtime.context import world
+from ..runtime.context import engine
 from .residuals import CompressionState
+
+#: A `state_dict` of before the first step.
+EMPTY: dict[str, Any] = {"rank": 0, "steps": {}, "scale": 1.0, "residuals": {}}
 
 
 def vectors_of(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
@@ -50,7 +53,7 @@ def checked(
         ValueError: it is of another compression, or of other parameters; or it is another rank's, and the strategy
             cannot go on without.
     """
-    here = world()
+    here = engine()
     if state is None and own is not None and any(vectors_of(own).values()):
         warnings.warn(
             f"what {own['compression']} had left out is in the checkpoint and is dropped, as this optimizer does "
@@ -86,7 +89,7 @@ def shared(state: CompressionState) -> dict[str, Any]:
 
     Feedback only if it is consolidated, and so everybody's, and no step has been made with it.
     """
-    here = world()
+    here = engine()
     own = state.state_dict(here.rank, here.size)
     own.pop("owned", None)
     return own if state.consolidated else {**without_vectors(own), "residuals": None}
@@ -118,7 +121,7 @@ def follow_broadcast(state: CompressionState, own: dict[str, Any] | None) -> Non
         if own["steps"] and state.compression.keeps and not state.feedback and state.included:
             warnings.warn(
                 f"rank {own['rank']} has trained before, and has nothing of what compression had left out on rank "
-                f"{world().rank}, which goes on without: save optimizer.consolidated_state_dict(), made on every "
+                f"{engine().rank}, which goes on without: save optimizer.consolidated_state_dict(), made on every "
                 "rank, for one to load; or optimizer.state_dict() on every rank",
                 stacklevel=3,
             )

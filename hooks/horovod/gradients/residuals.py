@@ -7,15 +7,15 @@ import itertools
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....compress.feedback.base import RESIDUAL
 from ....compress.feedback.store import FeedbackStore
-from ....compress.formats.layout import Layout, Slot, layout_numel
+from ....compress.formats.layout import Layout, Slot, end_to_end, layout_numel
 from ...auto.planner import Choice, Plan, default_exchange
 from ...comm.ports import drive
 from ...core.bucket import Bucket
@@ -25,14 +25,9 @@ from ...exchanges import Dense, serving
 from ..compression import CodecCompression
 from ..runtime.channel import Channel
 
-
-class Numbered(Protocol):
-    """A process set."""
-
-    @property
-    def process_set_id(self) -> int | None: ...
-
-    def included(self) -> bool | None: ...
+#: The states that optimizers have made, in their order: one that has not been used yet may be another rank's first.
+_of_optimizers: weakref.WeakValueDictionary[int, CompressionState] = weakref.WeakValueDictionary()
+_made = itertools.count()
 
 
 class CompressionState:
@@ -45,25 +40,26 @@ class CompressionState:
 
     Args:
         compression: codec, strategy and exchange.
+        process_set: of the optimizer that it is made for, if it is.
 
     Attributes:
+        scale: the loss scale in whose units gradients come; 1 without one.
         applied_counts: how often sent gradients were applied, and how often discarded, since this engine began.
         consolidated: the feedback is the mean over all ranks, just loaded.
-        process_set: of the optimizer that made it.
     """
 
-    def __init__(self, compression: CodecCompression) -> None:
-        self.compression = compression
+    def __init__(self, compression: CodecCompression, process_set: Any = None) -> None:
+        self.compression, self.process_set = compression, process_set
         self.feedback = FeedbackStore(compression.strategy)
         self._buckets: dict[str, tuple[Channel, Bucket]] = {}
-        self._shapes: dict[str, list[tuple[int, ...]]] = {}
         self._steps: dict[str, int] = {}
-        self._scale = 1.0
+        self.scale = 1.0
         self._statistics = Statistics()  # which remembers the line that says what is sent
         self._keeps_previous = False
         self.applied_counts = [0, 0]
         self.consolidated = False
-        self.process_set: Numbered | None = None
+        if process_set is not None:
+            _of_optimizers[next(_made)] = self
 
     @property
     def included(self) -> bool:
@@ -72,8 +68,9 @@ class CompressionState:
 
     def check_shapes(self, name: str, shapes: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if tensors whose first is called `name` had other shapes, in which feedback is kept."""
-        before, now = self._shapes.get(name), [tuple(shape) for shape in shapes]
-        if self.compression.keeps and before is not None and before != now:
+        known, now = self._buckets.get(name), [tuple(shape) for shape in shapes]
+        before = [slot.shape for slot in known[1].layout] if known else now
+        if self.compression.keeps and before != now:
             raise ValueError(
                 f"{name} had shapes {before} before, not {now}, and what {self.compression.codec} has left out of it "
                 "is still to be sent: pass another name"
@@ -81,10 +78,7 @@ class CompressionState:
 
     def reduce(self, layout: Layout, flat: Tensor, channel: Channel, keep: bool = True) -> None:
         """Replace `flat` by its mean over the ranks; without `keep` nothing but the step counter stays."""
-        if not layout_numel(layout):
-            return
         self.consolidated = False
-        self._shapes[layout[0].name] = [slot.shape for slot in layout]
         bucket, key = self._bucket(layout, flat, channel), layout[0].name
         step = self._steps.get(key, max(self._steps.values(), default=1) - 1)
         keeps = self.compression.encodes_feedback and bucket.exchange.name != Dense.name
@@ -93,7 +87,7 @@ class CompressionState:
         if self._statistics.told is None and bucket.exchange.rank == 0:
             self._tell(bucket)
         if not keep:
-            del self._buckets[key], self._shapes[key]
+            del self._buckets[key]
 
     def _tell(self, bucket: Bucket) -> None:
         """Say what is sent, once."""
@@ -124,20 +118,11 @@ class CompressionState:
         self.feedback = FeedbackStore(self.compression.strategy, keep_previous=True)
         self.feedback.load(before)
 
-    @property
-    def scale(self) -> float:
-        """The loss scale in whose units gradients come; 1 without one."""
-        return self._scale
-
-    def have_scale(self, scale: float) -> None:
-        """All gradients so far have come in units of this loss scale."""
-        self._scale = scale
-
     def follow_scale(self, scale: float) -> None:
         """Gradients come in units of this loss scale from now on."""
-        if self._scale != scale:
-            self.feedback.rescale(scale / self._scale)
-        self._scale = scale
+        if self.scale != scale:
+            self.feedback.rescale(scale / self.scale)
+        self.scale = scale
 
     def settle(self, applied: bool) -> None:
         """Take gradients sent since the last call as applied; or as discarded, and restore the feedback."""
@@ -164,7 +149,7 @@ class CompressionState:
             "world_size": size,
             "compression": repr(self.compression),
             "steps": dict(self._steps),
-            "scale": self._scale,
+            "scale": self.scale,
             "residuals": vectors.pop(RESIDUAL, {}),
             **({"vectors": vectors} if vectors else {}),
             **({"owned": owned} if (owned := self.feedback.owned()) else {}),
@@ -175,19 +160,12 @@ class CompressionState:
         vectors = {RESIDUAL: state["residuals"], **state.get("vectors", {})}
         self.feedback.load(vectors, state.get("owned", {}))
         self._steps = dict(state["steps"])
-        self._scale = state["scale"] or 1.0
+        self.scale = state["scale"] or 1.0
         self.consolidated = state["rank"] == -1
         self._buckets.clear()
 
     def disconnect(self) -> None:
         """Release the connections and every buffer, but keep the feedback."""
-        self._buckets.clear()
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.feedback.load({})
-        self._steps.clear()
-        self._scale = 1.0
         self._buckets.clear()
 
     def _bucket(self, layout: Layout, flat: Tensor, channel: Channel) -> Bucket:
@@ -210,27 +188,10 @@ class CompressionState:
         return bucket
 
 
-#: The states that optimizers have made, in their order: one that has not been used yet may be another rank's first.
-_of_optimizers: weakref.WeakValueDictionary[int, CompressionState] = weakref.WeakValueDictionary()
-_made = itertools.count()
-
-
-def state_of_optimizer(compression: CodecCompression, process_set: Numbered) -> CompressionState:
-    """A new state for an optimizer."""
-    state = _of_optimizers[next(_made)] = CompressionState(compression)
-    state.process_set = process_set
-    return state
-
-
 def _made_by_optimizers(key: str, set_id: int) -> list[CompressionState]:
     """Living states of the compression whose text is `key` and of this process set, in order of their making."""
-    return [
-        state
-        for _, state in sorted(_of_optimizers.items())
-        if repr(state.compression) == key
-        and state.process_set is not None
-        and state.process_set.process_set_id == set_id
-    ]
+    made = (state for _, state in sorted(_of_optimizers.items()))
+    return [s for s in made if repr(s.compression) == key and s.process_set.process_set_id == set_id]
 
 
 class States:
@@ -246,15 +207,12 @@ class States:
     def __init__(self) -> None:
         self._compressions: dict[str, CodecCompression] = {}
         self._by_name: dict[str, CompressionState] = {}
-        # By text, process set and number.
+        #: By text, process set and number.
         self._used: weakref.WeakValueDictionary[tuple[str, int, int], CompressionState] = weakref.WeakValueDictionary()
         #: Process set and number.
         self._labels: weakref.WeakKeyDictionary[CompressionState, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._counts: Counter[tuple[str, int]] = Counter()
         self._recent: deque[CompressionState] = deque(maxlen=self.KEPT)
-
-    def __iter__(self) -> Iterator[CompressionState]:
-        return iter([*self._by_name.values(), *self._used.values()])
 
     def by_name(self, compression: CodecCompression) -> CompressionState:
         """Of the operations that are compressed by name."""
@@ -306,16 +264,13 @@ class States:
     def disconnect(self) -> None:
         """Let go of the connections and buffers of all; and of those that nobody else keeps, for nobody joins here any
         more."""
-        for state in self:
+        for state in [*self._by_name.values(), *self._used.values()]:
             state.disconnect()
         self._recent.clear()
 
     def applied_counts(self) -> list[tuple[str, int, int, list[int]]]:
         """`applied_counts` of the optimizers' states, by their labels."""
-        return [
-            (*label, list(state.applied_counts))
-            for label, state in sorted(self._used.items(), key=lambda item: item[0])
-        ]
+        return [(*label, list(state.applied_counts)) for label, state in self._used.items()]
 
     def follow_applied_counts(self, told: Iterable[tuple[str, int, int, list[int]]]) -> None:
         """As `applied_counts` was on the rank that has made the most steps."""
@@ -333,9 +288,5 @@ class States:
 
 def layout_of(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Layout:
     """Contiguous slots of these names and shapes, end to end."""
-    slots, start = [], 0
-    for name, shape in zip(names, shapes, strict=True):
-        slot = Slot(name, start, tuple(shape), torch.empty(tuple(shape), device="meta").stride())
-        slots.append(slot)
-        start += slot.numel
-    return tuple(slots)
+    shaped = zip(names, map(tuple, shapes), strict=True)
+    return end_to_end(Slot(name, 0, shape, torch.empty(shape, device="meta").stride()) for name, shape in shaped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +13,35 @@ from ..consensus.negotiation import Request
 from ..gradients.residuals import CompressionState, States, layout_of
 from .arithmetic import scale
 from .channel import Channel
-from .operations import OP_NAMES, AdasumReduce, AllGather, AllReduce, Average, Operation, Scaled, Sum
+from .operations import OP_NAMES, AllGather, AllReduce, Average, Operation, Scaled, Sum, one_buffer, pairs_of
 
 
-class CompressedReduce(Scaled):
+class Stateful(Scaled):
+    """A reduction of what a compression sends or keeps.
+
+    Attributes:
+        state: what this rank keeps.
+        label: of the state, the same on all ranks (`States`).
+    """
+
+    state: CompressionState
+    label: int | None = None
+
+    def must_match(self) -> dict[str, Any]:
+        return {**super().must_match(), "compression": repr(self.state.compression)}
+
+    def per_rank(self) -> dict[str, Any]:
+        """Facts by which a rank that has joined finds its part of a state, and follows which steps were applied."""
+        return {"label": self.label, "scale": self.state.scale, "applied_counts": list(self.state.applied_counts)}
+
+
+class CompressedReduce(Stateful):
     """Average or sum through a codec; the tensors of one operation are compressed together.
 
     Args:
         names: of the tensors, by which their residuals are kept.
         state: those residuals.
         keep: tensors of these names will come again.
-
-    Attributes:
-        label: of the state, the same on all ranks (`States`).
     """
 
     kind = "exchange"
@@ -34,36 +51,27 @@ class CompressedReduce(Scaled):
     ) -> None:
         super().__init__(*args, **options)
         self.names, self.state, self.keep = list(names), state, keep
-        self.label: int | None = None
-
-    def must_match(self) -> dict[str, Any]:
-        return {**super().must_match(), "compression": repr(self.state.compression)}
 
     def per_rank(self) -> dict[str, Any]:
-        return {
-            "names": self.names,
-            "keep": self.keep,
-            **state_facts(self.state, self.label),
-            "restart": self.state.is_new(self.names[0]),
-        }
+        facts = {"names": self.names, "keep": self.keep, "restart": self.state.is_new(self.names[0])}
+        return {**super().per_rank(), **facts}
 
     def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
         results = self.results()
         layout = layout_of(self.names, [t.shape for t in self.tensors])
-        first = self.tensors[0]
-        buffer = channel.scratch(sum(t.numel() for t in self.tensors), first.dtype, first.device)
-        torch.cat([t.reshape(-1) for t in self.tensors], out=buffer)
-        scale(buffer, self.prescale)
         if info["restart"]:
             self.state.restart(self.names[0])
-        self.state.reduce(layout, buffer, channel, self.keep)
-        scale(buffer, self.postscale * (channel.size if self.op == Sum else 1))
-        for slot, target in zip(layout, results, strict=True):
-            target.copy_(slot.view(buffer))
+        pairs = pairs_of([self], [results])
+        if pairs:
+            new = partial(channel.scratch, dtype=self.tensors[0].dtype, device=self.device)
+            with one_buffer(pairs, new) as buffer:
+                scale(buffer, self.prescale)
+                self.state.reduce(layout, buffer, channel, self.keep)
+                scale(buffer, self.postscale * (channel.size if self.op == Sum else 1))
         return results
 
 
-class ResidualMean(AllReduce):
+class ResidualMean(Stateful, AllReduce):
     """The mean over the ranks of one tensor's residual, or of another vector, with that of ranks that have joined.
 
     Args:
@@ -80,21 +88,12 @@ class ResidualMean(AllReduce):
     ) -> None:
         super().__init__(key, set_id, [residual], Average, 1.0, 1.0)
         self.state, self.name, self.vector = state, name, vector
-        self.label: int | None = None
-
-    def must_match(self) -> dict[str, Any]:
-        return {**super().must_match(), "compression": repr(self.state.compression)}
 
     def per_rank(self) -> dict[str, Any]:
-        return {"name": self.name, "vector": self.vector, **state_facts(self.state, self.label)}
+        return {**super().per_rank(), "name": self.name, "vector": self.vector}
 
     def fuse(self) -> str | None:
         return (text := super().fuse()) and f"residual {text}"
-
-
-def state_facts(state: CompressionState, label: int | None) -> dict[str, Any]:
-    """Facts by which a rank that has joined finds its part of a state, and follows which steps were applied."""
-    return {"label": label, "scale": state.scale, "applied_counts": list(state.applied_counts)}
 
 
 class Join(Operation):
@@ -141,4 +140,4 @@ def zero_input(reference: Request, states: States, device: torch.device) -> Oper
             residual = state.feedback.by_name(vector).get(name)
             return ResidualMean(*place, tensors[0] if residual is None else residual, state, name, vector)
         return CompressedReduce(*place, tensors, *scales, state=state, names=theirs["names"], keep=theirs["keep"])
-    return {"allreduce": AllReduce, "adasum": AdasumReduce}[kind](*place, tensors, *scales)
+    return AllReduce(*place, tensors, *scales)

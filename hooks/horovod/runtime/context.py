@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,44 +15,7 @@ from . import launch
 from .engine import Engine
 from .timeline import Timeline
 
-
-@dataclass
-class World:
-    """One start of Horovod.
-
-    Attributes:
-        counters: numbers of the operations that have no name, by kind and process set.
-        meeting: another object each time that all ranks have met, in `init` or in `join`.
-    """
-
-    engine: Engine
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-    counters: dict[tuple[str, int], int] = field(default_factory=dict)
-    counting: Any = field(default_factory=threading.RLock)
-    joins: int = 0
-    meeting: object = field(default_factory=object)
-
-    def next_name(self, kind: str, set_id: int) -> str:
-        """A name for an operation without one: its number among those of its kind since all ranks last joined."""
-        with self.counting:
-            number = self.counters.get((kind, set_id), 0)
-            self.counters[kind, set_id] = number + 1
-            return f"noname.{self.joins}.{number}"
-
-    def joined(self) -> None:
-        """Count operations from zero: all ranks have joined, and those with fewer batches have counted fewer."""
-        with self.counting:
-            self.counters.clear()
-            self.joins += 1
-            self.meeting = object()
-
-
-_world: World | None = None
+_engine: Engine | None = None
 #: Called at the end of `init` with the process sets it was given.
 started: list[Callable[[Sequence[Any]], None]] = []
 #: Rendezvous store by where it leads: a second `init` meets there again, and its first owner must not close it.
@@ -63,15 +24,15 @@ _generations: dict[str, int] = {}
 _owner: int | None = None
 
 
-def world() -> World:
-    """The world that `init` made.
+def engine() -> Engine:
+    """The engine that `init` started.
 
     Raises:
         ValueError: before `init`, or after `shutdown`.
     """
-    if _world is None:
+    if _engine is None:
         raise not_initialized()
-    return _world
+    return _engine
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -90,8 +51,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             then not initialised.
         RuntimeError: the ranks did not find each other.
     """
-    global _world, _owner  # noqa: PLW0603
-    if _world is not None:
+    global _engine, _owner  # noqa: PLW0603
+    if _engine is not None:
         return
     sets: tuple[Any, ...] = ()
     if process_sets is not None and not (isinstance(process_sets, str) and process_sets == "dynamic"):
@@ -105,19 +66,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     _generations[where] = _generations.get(where, 0) + 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"gradwire/horovod/{where}/{attempt}/{_generations[where]}"
-    engine = Engine(dist.PrefixStore(prefix, store), place.rank, place.size)
-    hosts = engine.hosts
-    peers = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
-    names = list(dict.fromkeys(hosts))
-    _world = World(
-        engine,
-        place.rank,
-        place.size,
-        _first(place.local_rank, peers.index(place.rank)),
-        _first(place.local_size, len(peers)),
-        _first(place.cross_rank, names.index(hosts[place.rank])),
-        _first(place.cross_size, len(names)),
-    )
+    _engine = Engine(dist.PrefixStore(prefix, store), place)
     if _owner is None:
         atexit.register(_at_exit)
     _owner = os.getpid()
@@ -130,10 +79,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     except BaseException:  # the next `init` would do nothing, and say nothing of what is missing
         shutdown()
         raise
-
-
-def _first(told: int | None, counted: int) -> int:
-    return counted if told is None else told
 
 
 def _meet(comm: Any) -> tuple[str, launch.Launch, dist.Store]:
@@ -163,10 +108,10 @@ def _among(place: launch.Launch, ranks: list[int]) -> tuple[launch.Launch, str]:
 
 def shutdown() -> None:
     """Leave. Operations that not all ranks are ready for fail with `HorovodInternalError`, here and on other ranks."""
-    global _world
-    if _world is not None:
-        left, _world = _world, None
-        left.engine.stop()
+    global _engine
+    if _engine is not None:
+        left, _engine = _engine, None
+        left.stop()
 
 
 def _at_exit() -> None:
@@ -176,42 +121,42 @@ def _at_exit() -> None:
 
 def is_initialized() -> bool:
     """True after `init`, until `shutdown`."""
-    return _world is not None
+    return _engine is not None
 
 
 def rank() -> int:
     """This process's number among all, from 0."""
-    return world().rank
+    return engine().rank
 
 
 def size() -> int:
     """Number of processes."""
-    return world().size
+    return engine().size
 
 
 def local_rank() -> int:
     """This process's number on its host, from 0: which GPU to take."""
-    return world().local_rank
+    return engine().place["local_rank"]
 
 
 def local_size() -> int:
     """Number of processes on this host."""
-    return world().local_size
+    return engine().place["local_size"]
 
 
 def cross_rank() -> int:
     """This host's number among all hosts, from 0."""
-    return world().cross_rank
+    return engine().place["cross_rank"]
 
 
 def cross_size() -> int:
     """Number of hosts."""
-    return world().cross_size
+    return engine().place["cross_size"]
 
 
 def is_homogeneous() -> bool:
     """True if every host has as many processes as this one."""
-    hosts = world().engine.hosts
+    hosts = engine().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
 
@@ -225,18 +170,18 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Raises:
         ValueError: one is being written already; on rank 0, which knows. So does what the system says of the file.
     """
-    engine = world().engine
-    if engine.timeline is not None:
+    here = engine()
+    if here.timeline is not None:
         raise ValueError(f"cannot write a timeline to {file_path!r}: one is being written; call stop_timeline() first")
-    if world().rank == 0:
-        engine.timeline = Timeline(file_path, mark_cycles)
+    if here.rank == 0:
+        here.timeline = Timeline(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
     """End the file that `start_timeline` began."""
-    engine = world().engine
-    if engine.timeline is not None:
-        timeline, engine.timeline = engine.timeline, None
+    here = engine()
+    if here.timeline is not None:
+        timeline, here.timeline = here.timeline, None
         timeline.close()
 
 
@@ -250,9 +195,8 @@ def gloo_built() -> bool:
     return bool(dist.is_available() and dist.is_gloo_available())
 
 
-def gloo_enabled() -> bool:
-    """True if torch has Gloo, which then serves."""
-    return gloo_built()
+#: True if torch has Gloo, which then serves.
+gloo_enabled = gloo_built
 
 
 def mpi_built() -> bool:
@@ -260,9 +204,7 @@ def mpi_built() -> bool:
     return False
 
 
-def mpi_enabled() -> bool:
-    """False, as `mpi_built`."""
-    return False
+mpi_enabled = ddl_built = ccl_built = mpi_built
 
 
 def mpi_threads_supported() -> bool:
@@ -271,17 +213,7 @@ def mpi_threads_supported() -> bool:
     Raises:
         ValueError: before `init`.
     """
-    world()
-    return False
-
-
-def ddl_built() -> bool:
-    """False: IBM's DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: Intel's oneCCL is not used."""
+    engine()
     return False
 
 

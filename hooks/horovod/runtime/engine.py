@@ -10,10 +10,12 @@ When a rank is gone, every operation that has not ended fails on every other ran
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,8 +32,9 @@ from ..consensus.negotiation import Negotiator
 from ..errors import HorovodInternalError
 from ..gradients.residuals import States
 from .channel import Channel
-from .compressed import CompressedReduce, Join, ResidualMean, zero_input
-from .operations import Operation
+from .compressed import Join, Stateful, zero_input
+from .launch import Launch
+from .operations import Nameless, Operation
 from .timeline import Timeline
 
 
@@ -92,14 +95,18 @@ class Engine:
 
     Args:
         store: where the ranks meet; names in it are this engine's alone.
-        rank, size: of this process and of the world.
+        launch: this process's place in the world.
+
+    Attributes:
+        joins: how often this rank has joined.
+        meeting: another object each time that all ranks have met, in `init` or in `join`.
 
     Raises:
         ConnectionError: not all ranks came.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, store: dist.Store, launch: Launch) -> None:
+        rank, size = self.rank, self.size = launch.rank, launch.size
         self.timeline: Timeline | None = None
         #: Held while this rank submits an operation.
         self.submitting = Section()
@@ -114,8 +121,10 @@ class Engine:
         self.device: torch.device | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._coordinator: Coordinator | None = None
-        #: How often this rank has joined.
-        self.joins = 0
+        #: Numbers for operations that have no name, by their keys, and how often all ranks have joined.
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._rounds = self.joins = 0
+        self.meeting = object()
         if rank == 0:
             fusion_bytes = int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 64 << 20)
             stall = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or 60)
@@ -128,6 +137,16 @@ class Engine:
         self._connection, answer = connect(store, hello, START_SECONDS)
         #: The host of every rank.
         self.hosts: list[str] = answer["hosts"]
+        host, names = self.hosts[rank], list(dict.fromkeys(self.hosts))
+        peers = [other for other, its in enumerate(self.hosts) if its == host]
+        counted = {
+            "local_rank": peers.index(rank),
+            "local_size": len(peers),
+            "cross_rank": names.index(host),
+            "cross_size": len(names),
+        }
+        #: The place among ranks and hosts, where the launcher does not tell it as the ranks' hosts say.
+        self.place = counted | {what: told for what in counted if (told := getattr(launch, what)) is not None}
         # What an earlier start of the same job has left in the store must not be taken for this one's.
         self._store = dist.PrefixStore(answer["session"], store)
         self._channels = {0: Channel(dist.PrefixStore("0", self._store), range(size), rank)}
@@ -153,7 +172,9 @@ class Engine:
 
     def announce(self, operation: Operation) -> Pending:
         """`submit`, for a caller that holds `submitting`."""
-        if isinstance(operation, CompressedReduce | ResidualMean):
+        if isinstance(operation.key, Nameless):
+            operation.key = f"{operation.key}.{self._rounds}.{next(self._numbers[operation.key])}"
+        if isinstance(operation, Stateful):
             operation.label = self.states.label(operation.state, operation.set_id)
         if operation.device.type == "cuda":
             self.device = operation.device
@@ -174,6 +195,13 @@ class Engine:
         self.joins += isinstance(operation, Join)
         self._connection.send(operation.request())
         return pending
+
+    def joined(self) -> None:
+        """Number operations from zero: all ranks have joined, and those with fewer batches have counted fewer."""
+        with self.submitting:
+            self._numbers.clear()
+            self._rounds += 1
+            self.meeting = object()
 
     def members(self, set_id: int) -> tuple[int, ...]:
         """The global ranks of a process set that this rank is in."""
@@ -265,7 +293,7 @@ class Engine:
             else:
                 results = [operations[0].run(channel, message["ops"][0]["info"])]
         # Before the script hears of it: it may remove the process set next, in which nothing must be under way.
-        if message.get("acknowledge"):
+        if channel.rank == 0:
             self._connection.send({"done": message["set"]})
         for operation, result in zip(operations, results, strict=True):
             self._end(operation.key, result=result, begin=begin)

@@ -16,17 +16,17 @@ from ..gradients.residuals import CompressionState
 from ..process_sets import ProcessSet
 from .arithmetic import integers
 from .compressed import CompressedReduce
-from .context import world
+from .context import engine
 from .engine import Pending
 from .operations import (
     OP_NAMES,
     Adasum,
-    AdasumReduce,
     AllGather,
     AllReduce,
     AllToAll,
     Average,
     Broadcast,
+    Nameless,
     Operation,
     ReduceScatter,
     Scaled,
@@ -48,11 +48,9 @@ _next_handle = 0
 def submit(operation: Operation, finish: Callable[[Any], Any] = lambda result: result) -> int:
     """Start an operation; `finish` turns its result into that of `synchronize`."""
     global _next_handle
-    engine = world().engine
-    with engine.submitting:
-        if isinstance(operation.key, Unnumbered):
-            operation.key = operation.key.numbered(world().next_name)
-        pending = engine.announce(operation)
+    here = engine()
+    with here.submitting:
+        pending = here.announce(operation)
         handle, _next_handle = _next_handle, _next_handle + 1
         _handles[handle] = (pending, finish)
     return handle
@@ -90,41 +88,21 @@ def first(results: Sequence[Any]) -> Any:
     return results[0]
 
 
-class Unnumbered(str):
-    """The key of a nameless operation. It is numbered at submission, so a call rejected on one rank does not shift
-    numbering."""
-
-    _place: tuple[str, int]
-
-    def __new__(cls, kind: str, set_id: int) -> Unnumbered:
-        new = super().__new__(cls, _key(kind, "noname", set_id))
-        new._place = kind, set_id
-        return new
-
-    def numbered(self, next_name: Callable[[str, int], str]) -> str:
-        """The key with the next number."""
-        kind, set_id = self._place
-        return _key(kind, next_name(kind, set_id), set_id)
-
-
-def _key(kind: str, name: str, set_id: int) -> str:
-    return f"{kind}.{name}" + (f" in process set {set_id}" if set_id else "")
-
-
 def key_of(kind: str, name: str | None, process_set: ProcessSet) -> tuple[str, int]:
-    """An operation's key, the same on all ranks, and its process set's id. Nameless ones are numbered, by kind and set.
+    """An operation's key, the same on all ranks, and its process set's id.
 
     Raises:
         ValueError: this process is not in the process set, or that is not registered.
     """
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set={process_set!r}: expected what add_process_set() returns")
-    here, set_id = world(), process_set.process_set_id
+    rank, set_id = engine().rank, process_set.process_set_id
     if set_id is None:
         raise ValueError(f"{process_set} is not registered: pass it to add_process_set() on every rank first")
     if not process_set.included():
-        raise ValueError(f"rank {here.rank} is not in {process_set}: call {kind} on ranks {process_set.ranks} only")
-    return Unnumbered(kind, set_id) if name is None else _key(kind, name, set_id), set_id
+        raise ValueError(f"rank {rank} is not in {process_set}: call {kind} on ranks {process_set.ranks} only")
+    key = f"{kind}.{'noname' if name is None else name}" + (f" in process set {set_id}" if set_id else "")
+    return Nameless(key) if name is None else key, set_id
 
 
 def reduction(op: int | None, average: bool | None) -> int:
@@ -149,17 +127,6 @@ def reduction(op: int | None, average: bool | None) -> int:
     return op
 
 
-def unusual(tensor: Tensor) -> str | None:
-    """The reason why the engine cannot reach the memory of a tensor, if there is one."""
-    if tensor.device.type == "meta":
-        return "a tensor on the meta device"
-    if tensor.is_quantized or tensor.is_nested:
-        return "a quantized tensor" if tensor.is_quantized else "a nested tensor"
-    if is_traceable_wrapper_subclass(tensor):
-        return f"a {type(tensor).__name__}: pass the tensor that it wraps"
-    return None
-
-
 def overlaps(tensor: Tensor) -> bool:
     """True if elements share a place in memory, as in an expanded tensor, which nothing can be written to."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -172,19 +139,29 @@ def check_dtype(tensor: Tensor, kind: str, dtypes: Sequence[torch.dtype]) -> Non
         raise ValueError(f"Tensor type {tensor.dtype} is not supported by {kind}: convert it to one of {names}")
 
 
-def check(tensor: Any, kind: str, dtypes: Sequence[torch.dtype] | None = None, contiguous: bool = True) -> None:
-    """Raises ValueError unless an operation can take the tensor."""
+def check(
+    tensor: Any, kind: str, dtypes: Sequence[torch.dtype] | None = None, contiguous: bool = True, rows: bool = False
+) -> None:
+    """Raises ValueError unless an operation can take the tensor, by its `rows` or as it is."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{kind} takes a torch.Tensor, not a {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise ValueError(
             f"{kind} takes dense tensors, not {tensor.layout}: use sparse_allreduce_async, or tensor.to_dense()"
         )
-    what = unusual(tensor)
-    if what is not None:
-        raise ValueError(f"{kind} takes tensors with elements in memory, not {what}")
+    unusual = {
+        "a tensor on the meta device": tensor.device.type == "meta",
+        "a quantized tensor": tensor.is_quantized,
+        "a nested tensor": tensor.is_nested,
+        f"a {type(tensor).__name__}: pass the tensor that it wraps": is_traceable_wrapper_subclass(tensor),
+    }
+    for what, found in unusual.items():
+        if found:
+            raise ValueError(f"{kind} takes tensors with elements in memory, not {what}")
     if dtypes is not None:
         check_dtype(tensor, kind, dtypes)
+    if rows and tensor.dim() == 0:
+        raise ValueError(f"{kind} joins or splits tensors along their first dimension, a scalar has none: unsqueeze it")
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"Tensor is required to be contiguous by {kind}: pass tensor.contiguous()")
 
@@ -207,13 +184,12 @@ def memory(tensor: Tensor) -> Tensor:
 
 
 def allreduce_operation(
-    key: tuple[str, int], tensors: Sequence[Tensor], op: int, prescale: float, postscale: float,
-    outputs: Sequence[Tensor] | None = None, contiguous: bool = True, no_gradient: bool = False,
-    codec: CodecCompression | None = None, state: CompressionState | None = None, names: Sequence[str] = (),
-    nameless: bool = False,
+    key: tuple[str, int], tensors: Sequence[Tensor], op: int, prescale: float = 1.0, postscale: float = 1.0,
+    in_place: bool = False, contiguous: bool = True, codec: CodecCompression | None = None,
+    state: CompressionState | None = None, names: Sequence[str] = (),
 ) -> Scaled:  # fmt: skip
     """The allreduce that `op` and `codec` ask for. With a codec, either `state` and `names`, by which it keeps what the
-    codec leaves out, or that is kept by the name of the operation, unless it is `nameless`: its key is then a number.
+    codec leaves out, or that is kept by the name of the operation, unless it has none.
 
     Raises:
         ValueError: it cannot be done with these tensors, or there would be something to keep, but no name for it.
@@ -225,16 +201,16 @@ def allreduce_operation(
         check(tensor, f"allreduce with op={OP_NAMES[op]}", kinds if codec is None else COMPRESSIBLE, contiguous)
     if len({t.device for t in tensors}) > 1:
         raise ValueError("the tensors of a grouped allreduce must be on one device")
-    arguments = (*key, [elements(t) for t in tensors], op, prescale, postscale)
+    outputs = [memory(t) for t in tensors] if in_place else None
+    arguments = (*key, [elements(t) for t in tensors], op, prescale, postscale, outputs)
     if op == Adasum:
-        size = len(world().engine.members(key[1]))
+        size = len(engine().members(key[1]))
         if size & (size - 1):
             raise ValueError(f"Adasum pairs the ranks and needs a power of two of them, not {size}: use op=hvd.Average")
         if codec is not None:
             raise ValueError(f"op=Adasum cannot be combined with {codec.codec}: use Compression.fp16 or none")
-        return AdasumReduce(*arguments, outputs=outputs, no_gradient=no_gradient)
     if codec is None:
-        return AllReduce(*arguments, outputs=outputs, no_gradient=no_gradient)
+        return AllReduce(*arguments)
     if op not in (Average, Sum):
         raise ValueError(f"op={OP_NAMES[op]} cannot be combined with {codec.codec}: use op=hvd.Average or hvd.Sum")
     if len({t.dtype for t in tensors}) > 1:
@@ -245,27 +221,22 @@ def allreduce_operation(
                 f"{codec.strategy} scales the gradients of all parameters together, and an allreduce knows its own "
                 "tensors alone: use it in a DistributedOptimizer, or leave clip out"
             )
-        if nameless and codec.keeps:
+        if isinstance(key[0], Nameless) and codec.keeps:
             raise ValueError(
                 f"an allreduce by {codec.codec} needs a name: what it leaves out is kept by that and added the next "
                 "time, and else would never arrive; pass name=…, the same each time, or "
                 "compression=Compression.codec(…, error_feedback=False) to do without"
             )
-        state = world().engine.states.by_name(codec)
-        name = f"noname in process set {key[1]}" if nameless else key[0]
-        names = [f"{name}.{i}" for i in range(len(tensors))]
+        state = engine().states.by_name(codec)
+        names = [f"{key[0]}.{i}" for i in range(len(tensors))]
         state.check_shapes(names[0], [t.shape for t in tensors])
-    return CompressedReduce(
-        *arguments, outputs=outputs, no_gradient=no_gradient, names=names, state=state, keep=not nameless
-    )
+    return CompressedReduce(*arguments, names=names, state=state, keep=not isinstance(key[0], Nameless))
 
 
 def allgather_operation(key: tuple[str, int], tensors: Sequence[Tensor]) -> AllGather:
     """Raises ValueError for scalars."""
     for tensor in tensors:
-        check(tensor, "allgather")
-        if tensor.dim() == 0:
-            raise ValueError("allgather joins tensors along their first dimension, and a scalar has none: unsqueeze it")
+        check(tensor, "allgather", rows=True)
     return AllGather(*key, [elements(t) for t in tensors])
 
 
@@ -295,9 +266,7 @@ def broadcast_operation(key: tuple[str, int], tensor: Tensor, output: Tensor, ro
 
 def alltoall_operation(key: tuple[str, int], tensor: Tensor, splits: Any, size: int) -> AllToAll:
     """Raises ValueError for splits that do not divide the tensor's rows among the ranks."""
-    check(tensor, "alltoall")
-    if tensor.dim() == 0:
-        raise ValueError("alltoall splits tensors along their first dimension, and a scalar has none: unsqueeze it")
+    check(tensor, "alltoall", rows=True)
     if splits is None:
         if len(tensor) % size:
             raise ValueError(f"{len(tensor)} rows cannot be split equally among {size} ranks: pass splits")
@@ -320,7 +289,5 @@ def reducescatter_operation(
     if op == Adasum:
         raise ValueError("op=Adasum: reducescatter takes hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product")
     for tensor in tensors:
-        check(tensor, "reducescatter", SUMMABLE)
-        if tensor.dim() == 0:
-            raise ValueError("reducescatter splits tensors along their first dimension, and a scalar has none")
+        check(tensor, "reducescatter", SUMMABLE, rows=True)
     return ReduceScatter(*key, [elements(t) for t in tensors], op, prescale, postscale)

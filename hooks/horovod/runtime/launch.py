@@ -50,16 +50,12 @@ class Launch:
     source: str = "none"
 
 
-#: Variables of each launcher: rank, size, local rank, local size, cross rank, cross size. Not all of them set all.
+#: Variables of each launcher, as far as it has them: rank, size, local rank, local size, cross rank, cross size.
 LAUNCHERS = {
     "HOROVOD": tuple(f"HOROVOD_{name}{what}" for name in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    "mpirun": (
-        *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-        "OMPI_COMM_WORLD_CROSS_RANK",
-        "OMPI_COMM_WORLD_CROSS_SIZE",
-    ),
-    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_CROSS_RANK", "PMI_CROSS_SIZE"),
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
 
@@ -70,14 +66,11 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> Launch:
         ValueError: a variable is not a number, or the rank is not below the size.
     """
     for source, names in LAUNCHERS.items():
-        if names[0] in environment and names[1] in environment:
-            values = [_number(environment, name) for name in names]
-            rank, size = values[0], values[1]
-            assert rank is not None
-            assert size is not None
+        rank, size, *more = (_number(environment, name) for name in names)
+        if rank is not None and size is not None:
             if not 0 <= rank < size:
                 raise ValueError(f"{names[0]}={rank}, {names[1]}={size}: expected 0 <= rank < size")
-            return Launch(rank, size, *values[2:], source)  # type: ignore[call-arg, arg-type]
+            return Launch(rank, size, *more, source=source)  # type: ignore[arg-type, misc]
     return Launch(0, 1)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,24 +29,30 @@ _REDUCTIONS = {
 }
 
 
-class Operation(ABC):
+class Nameless(str):
+    """The key of an operation without a name. It gets a number at submission, so that a call which one rank was refused
+    does not shift the numbers."""
+
+
+class Operation:
     """One operation of one rank.
 
     Args:
         key: what the ranks call it.
         set_id: its process set.
         tensors: what this rank puts in.
-        no_gradient: this rank has nothing of its own, and goes along with what the others announce.
     """
 
     kind: ClassVar[str]
     #: Tensors that take the results, if there are any already.
     outputs: Sequence[Tensor] | None = None
+    #: This rank has nothing of its own, and goes along with what the others announce.
+    no_gradient = False
     #: Of gradients: by what a GradScaler has multiplied them, where that is known.
     loss_scale: float | None = None
 
-    def __init__(self, key: str, set_id: int, tensors: Sequence[Tensor] = (), no_gradient: bool = False) -> None:
-        self.key, self.set_id, self.tensors, self.no_gradient = key, set_id, list(tensors), no_gradient
+    def __init__(self, key: str, set_id: int, tensors: Sequence[Tensor] = ()) -> None:
+        self.key, self.set_id, self.tensors = key, set_id, list(tensors)
 
     def request(self) -> Request:
         """Its announcement to the other ranks."""
@@ -73,18 +80,52 @@ class Operation(ABC):
         """Operations that say the same here may share a buffer."""
         return None
 
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    def run(self, channel: Channel, info: dict[str, Any]) -> Any:
+        """Carry it out, together with all other ranks; the result."""
+        return self.run_together([self], channel)[0]
+
     @staticmethod
     def run_together(operations: Sequence[Any], channel: Channel) -> list[list[Tensor]]:
         """Carry out several that say the same in `fuse`, in one buffer; the results of each."""
         raise NotImplementedError
 
-    @property
-    def device(self) -> torch.device:
-        return self.tensors[0].device if self.tensors else torch.device("cpu")
 
-    @abstractmethod
-    def run(self, channel: Channel, info: dict[str, Any]) -> Any:
-        """Carry it out, together with all other ranks; the result."""
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def pairs_of(operations: Sequence[Operation], results: Sequence[Sequence[Tensor]]) -> Pairs:
+    """The tensors that operations take and those in which they leave their results."""
+    return [
+        (source, target)
+        for operation, targets in zip(operations, results, strict=True)
+        for source, target in zip(operation.tensors, targets, strict=True)
+        if source.numel()
+    ]
+
+
+@contextmanager
+def one_buffer(pairs: Pairs, new: Callable[[int], Tensor]) -> Iterator[Tensor]:
+    """A flat buffer with what the operations take, one after the other; the results are what it holds at the end. It is
+    the memory of the result, where there is one.
+
+    Args:
+        new: makes it, of so many elements or, for tensors of several dtypes, bytes.
+    """
+    (source, target), *more = pairs
+    if not more and is_plain(target):
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+        yield flat_memory(target)
+        return
+    buffer = new(sum(source.numel() for source, _ in pairs))
+    torch.cat([source.reshape(-1) for source, _ in pairs], out=buffer)
+    yield buffer
+    for piece, (_, target) in zip(buffer.split([target.numel() for _, target in pairs]), pairs, strict=True):
+        target.copy_(piece.view(target.shape))
 
 
 class Scaled(Operation):
@@ -92,9 +133,9 @@ class Scaled(Operation):
 
     def __init__(
         self, key: str, set_id: int, tensors: Sequence[Tensor], op: int, prescale: float, postscale: float,
-        outputs: Sequence[Tensor] | None = None, no_gradient: bool = False,
+        outputs: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(key, set_id, tensors, no_gradient)
+        super().__init__(key, set_id, tensors)
         self.op, self.outputs = op, outputs
         self.prescale, self.postscale = number("prescale_factor", prescale), number("postscale_factor", postscale)
 
@@ -116,53 +157,27 @@ class AllReduce(Scaled):
     kind = "allreduce"
 
     def fuse(self) -> str | None:
-        dtypes = sorted({str(t.dtype) for t in self.tensors})
-        if sum(t.numel() * t.element_size() for t in self.tensors) > FUSE_BELOW_BYTES:
+        dtypes = {t.dtype for t in self.tensors}
+        if len(dtypes) > 1 or self.op == Adasum or sum(t.nbytes for t in self.tensors) > FUSE_BELOW_BYTES:
             return None
-        return " ".join(map(str, [*dtypes, self.device, *self.must_match().values()])) if len(dtypes) == 1 else None
-
-    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
-        return run_fused([self], channel)[0]
+        return " ".join(map(str, [*dtypes, self.device, *self.must_match().values()]))
 
     @staticmethod
     def run_together(operations: Sequence[Any], channel: Channel) -> list[list[Tensor]]:
-        return run_fused(operations, channel)
-
-
-def run_fused(operations: Sequence[AllReduce], channel: Channel) -> list[list[Tensor]]:
-    """Allreduces of one dtype and kind, in one buffer; the results of each."""
-    first = operations[0]
-    results = [operation.results() for operation in operations]
-    pairs = [
-        (source, target)
-        for operation, targets in zip(operations, results, strict=True)
-        for source, target in zip(operation.tensors, targets, strict=True)
-        if source.numel()
-    ]
-    for dtype in dict.fromkeys(source.dtype for source, _ in pairs):
-        chosen = [(source, target) for source, target in pairs if source.dtype == dtype]
-        if len(chosen) == 1 and is_plain(chosen[0][1]):
-            source, target = chosen[0]
-            if source.data_ptr() != target.data_ptr():
-                target.copy_(source)
-            buffer = flat_memory(target)
-        else:
-            buffer = channel.scratch(sum(source.numel() for source, _ in chosen), dtype, chosen[0][0].device)
-            torch.cat([source.reshape(-1) for source, _ in chosen], out=buffer)
-        scale(buffer, first.prescale)
-        channel.all_reduce(buffer, _REDUCTIONS[first.op])
-        first.finish(buffer, channel.size)
-        if len(chosen) > 1 or buffer.data_ptr() != chosen[0][1].data_ptr():
-            pieces = buffer.split([target.numel() for _, target in chosen])
-            for piece, (_, target) in zip(pieces, chosen, strict=True):
-                target.copy_(piece.view(target.shape))
-    return results
-
-
-class AdasumReduce(Scaled):
-    kind = "adasum"
+        first = operations[0]
+        results = [operation.results() for operation in operations]
+        pairs = pairs_of(operations, results)
+        for dtype in dict.fromkeys(source.dtype for source, _ in pairs):
+            chosen = [(source, target) for source, target in pairs if source.dtype == dtype]
+            with one_buffer(chosen, partial(channel.scratch, dtype=dtype, device=first.device)) as buffer:
+                scale(buffer, first.prescale)
+                channel.all_reduce(buffer, _REDUCTIONS[first.op])
+                first.finish(buffer, channel.size)
+        return results
 
     def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
+        if self.op != Adasum:
+            return super().run(channel, info)
         results = self.results()
         for source, target in zip(self.tensors, results, strict=True):
             flat = source.reshape(-1).cpu()
@@ -224,36 +239,19 @@ class Broadcast(Operation):
         size = sum(t.nbytes for t in self.tensors)
         return f"broadcast {self.root} {self.device}" if size <= FUSE_BELOW_BYTES else None
 
-    def run(self, channel: Channel, info: dict[str, Any]) -> list[Tensor]:
-        root = channel.ranks.index(self.root)
-        for source, target in zip(self.tensors, self.outputs, strict=True):
-            if source.data_ptr() != target.data_ptr() and channel.rank == root:
-                target.copy_(source)
-            if is_plain(target):
-                channel.broadcast(target, root)
-            else:
-                whole = target.resolve_conj().resolve_neg().contiguous()
-                channel.broadcast(whole, root)
-                target.copy_(whole)
-        return list(self.outputs)
-
     @staticmethod
     def run_together(operations: Sequence[Any], channel: Channel) -> list[list[Tensor]]:
         root = channel.ranks.index(operations[0].root)
-        pairs = [
-            (source, target)
-            for operation in operations
-            for source, target in zip(operation.tensors, operation.outputs, strict=True)
-        ]
-        sizes = [source.nbytes for source, _ in pairs]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=operations[0].device)
-        if channel.rank == root:
-            torch.cat([elements_of(source) for source, _ in pairs], out=buffer)
-        channel.broadcast(buffer, root)
-        for piece, (source, target) in zip(buffer.split(sizes), pairs, strict=True):
-            if channel.rank != root or source.data_ptr() != target.data_ptr():
-                # A copy, whose address suits any dtype.
-                target.copy_(piece.clone().view(target.dtype).view(target.shape))
+        targets = [t for operation in operations for t in operation.outputs]
+        whole = [t if is_plain(t) else elements_of(t).view(t.dtype).view(t.shape) for t in targets]
+        sources = (elements_of(t) for operation in operations for t in operation.tensors)
+        pairs = [(source, as_bytes(t)) for source, t in zip(sources, whole, strict=True) if t.numel()]
+        if pairs:
+            with one_buffer(pairs, partial(torch.empty, dtype=torch.uint8, device=targets[0].device)) as buffer:
+                channel.broadcast(buffer, root)
+        for target, there in zip(targets, whole, strict=True):
+            if there is not target:
+                target.copy_(there)
         return [list(operation.outputs) for operation in operations]
 
 

@@ -51,15 +51,9 @@ class Timeline:
         with self._lock:
             if self._file is None:
                 return
-            number = self._rows.get(row)
-            if number is None:
-                number = self._rows[row] = len(self._rows) + 1
-                named = {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": row}}
-                self._write(named)
-            self._write({**event, "pid": 0, "tid": number})
-
-    def _write(self, event: dict[str, object]) -> None:
-        assert self._file is not None
-        self._file.write(self._separator + json.dumps(event))
-        self._file.flush()
-        self._separator = ",\n"
+            named = [] if row in self._rows else [{"name": "thread_name", "ph": "M", "args": {"name": row}}]
+            number = self._rows.setdefault(row, len(self._rows) + 1)
+            for each in [*named, event]:
+                self._file.write(self._separator + json.dumps({**each, "pid": 0, "tid": number}))
+                self._separator = ",\n"
+            self._file.flush()
