@@ -11,7 +11,8 @@ import endings
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, ChunkedTopK, Codec, CompressState, TernGrad, TopK, compress_hook
+from fronts import FRONTS, marked
+from gradwire import QSGD, ChunkedTopK, Codec, CompressState, TernGrad, TopK
 from gradwire.hooks.comm.coded_message import HEAD_BYTES, RETRY, CodedMessage
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.core.session import Session
@@ -27,8 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron
 
 Ranks = Callable[[int], Pool]
-SHARDED = [pytest.param(name, marks=needs_reduce_scatter) for name in ("fsdp", "scatter")]
-FRONTS = ["ddp", "local", "horovod", *SHARDED]
 #: Kinds of bytes: alike, of few values, and any.
 KINDS = ("zeros", "few", "any")
 
@@ -132,17 +131,12 @@ def test_a_message_that_is_no_code_is_an_error_with_the_senders_rank(ranks: Rank
 
 def trained(rank: int, codec: Codec, exchange: str, topology: int | None, coded: bool) -> tuple[str, int, int]:
     """Parameters after some steps, and bytes sent and received."""
-    model = perceptron(64, 128)
-    ddp, how = DistributedDataParallel(model, bucket_cap_mb=0.05), {"exclude": ["0.bias"], "entropy_coding": coded}
-    state = CompressState(ddp, codec, exchange=exchange, fallback=None, topology=topology, **how)  # type: ignore[arg-type]
-    ddp.register_comm_hook(state, compress_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    options: Any = {"exchange": exchange, "topology": topology, "exclude": ["0.bias"], "entropy_coding": coded}
+    front = FRONTS["ddp"](perceptron(64, 128), codec, ddp={"bucket_cap_mb": 0.05}, **options)
     for step in range(6):
-        ddp(batch(rank, step, model)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    done = state.statistics()
-    return digest(model.parameters()), done.bytes_sent, done.bytes_received
+        front.step(batch(rank, step, front.model))
+    done = front.state.statistics()
+    return digest(front.parameters()), done.bytes_sent, done.bytes_received
 
 
 @on_ranks(2, 4)
@@ -165,7 +159,7 @@ def test_models_have_the_same_bits(rank: int, codec: Codec, exchange: str, shrin
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", marked(["ddp", "local", "horovod", "replicas", "shards"]))
 def test_every_front_codes(rank: int, front: str) -> str:
     """As it is asked to; with the same weights."""
     weights = []
@@ -184,12 +178,11 @@ def test_every_front_codes(rank: int, front: str) -> str:
 def test_statistics_between_shards_have_the_bytes_that_travelled(rank: int) -> str:
     sent = []
     for coded in (False, True):
-        training = endings.Training("scatter", "qsgd", "gather", 1, "kept", 0, 0, (0, 0, 0.0), coded=coded)
-        model, _, close = endings.FRONTS["scatter"](endings.Net(), training)
-        model(torch.randn(4, endings.WIDTH)).square().mean().backward()
-        done = close.__self__.statistics()  # type: ignore[attr-defined]
+        front = FRONTS["shards"](endings.Net(), QSGD(), entropy_coding=coded)
+        front.step(torch.randn(4, endings.WIDTH))
+        done = front.state.statistics()
         sent.append((done.bytes_sent, done.bytes_received))
-        close()
+        front.close()
     assert all(0 < less < 0.95 * more for more, less in zip(*sent, strict=True))
     return ""
 

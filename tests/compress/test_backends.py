@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import subprocess
 import sys
@@ -16,8 +17,17 @@ import numpy as np
 import pytest
 import torch
 from gradwire.benchmarks.codec.speed import torch_threads
-from gradwire.compress import CODECS, Cast, Codec, OneBit, Outliers, RandomK, Threshold, TopK, new_draw
-from gradwire.compress.backends import Kernels, LowPrecisionVector, Workspace, _backend, backend_kernels, entries_for
+from gradwire.compress import CODECS, QSGD, Cast, Codec, OneBit, Outliers, RandomK, TernGrad, Threshold, TopK, new_draw
+from gradwire.compress.backends import (
+    Kernels,
+    LowPrecisionVector,
+    Workspace,
+    _backend,
+    backend_kernels,
+    backend_names,
+    entries_for,
+    use_backend,
+)
 from gradwire.compress.backends.cpu import block_codec
 from gradwire.compress.backends.cpu.kernels import topk
 from gradwire.compress.backends.cpu.runtime import threads as cpu_threads
@@ -25,6 +35,7 @@ from gradwire.compress.backends.cpu.runtime.blocks import random_bits
 from gradwire.compress.backends.reference import arithmetic
 from gradwire.compress.backends.sparse import Pieces
 from gradwire.compress.codec import DTYPES
+from guarded import Guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import (
@@ -46,22 +57,6 @@ every_codec = pytest.mark.parametrize("codec", VARIANTS, ids=str)
 other_backends = pytest.mark.parametrize("backend", OTHER_BACKENDS)
 
 
-class Guarded:
-    """Copies of tensors that lie between memory that nobody may write to, `offset` elements off any alignment."""
-
-    def __init__(self, device: torch.device, offset: int) -> None:
-        self.device, self.offset, self.around = device, offset, list[Tensor]()
-
-    def put(self, x: Tensor) -> Tensor:
-        begin = 64 + self.offset * (4 if x.dtype == torch.uint8 else 1)  # wires lie at any multiple of 4 bytes
-        memory = torch.full((begin + len(x) + 64,), 7, dtype=x.dtype, device=self.device)
-        self.around += [memory[:begin], memory[begin + len(x) :]]
-        return memory[begin : begin + len(x)].copy_(x)
-
-    def untouched(self) -> bool:
-        return all(bool((memory == 7).all()) for memory in self.around)
-
-
 def outcome_of(
     codec: Codec, backend: str, case: Case, hostile: Tensor, alpha: float, kept_as: torch.dtype, composed: bool
 ) -> list[Tensor]:
@@ -69,7 +64,8 @@ def outcome_of(
     what they count. Composed: each fused form by `encode` and `decode_add` alone.
     """
     kernels, device = kernels_of(backend, codec), device_of(backend)
-    guarded, workspace = Guarded(device, case.offset), kernels.workspace(codec, case.numel, device)
+    guarded = Guarded(device, case.offset, ("front", "back")[case.seed % 2])
+    workspace = kernels.workspace(codec, case.numel, device)
     encode_feedback: Any = partial(Kernels.encode_feedback, kernels) if composed else kernels.encode_feedback
     x = case.gradient().float() if composed else case.gradient()  # half precision is encoded as its float32
     grad, draw = guarded.put(x), case.draw().to(device)
@@ -96,10 +92,13 @@ def outcome_of(
     total = guarded.put(gradient("normal", case.numel, 1))
     rows = hostile.to(device)
     decode_mean: Any = partial(Kernels.decode_mean, kernels) if composed else kernels.decode_mean
-    decode_mean(codec, parts_of(codec, rows, case.numel), mean, workspace)
+    parts = parts_of(codec, rows, case.numel)
+    if case.offset % 2:  # without a pitch
+        parts = tuple(guarded.put(part) for part in parts)
+    decode_mean(codec, parts, mean, workspace)
     kernels.decode_add(codec, guarded.put(rows[0]), total, alpha, workspace)
     assert guarded.untouched()
-    return [x.cpu() for x in (whole, fed, low, residual, *kept.parts, mean, total, workspace.status)]
+    return [x.cpu().clone() for x in (whole, fed, low, residual, *kept.parts, mean, total, workspace.status)]
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
@@ -357,6 +356,26 @@ def test_philox_positions_agree() -> None:
     random_bits(draws.ctypes.data, -5, 77, -(1 << 62), (1 << 32) - 20, 1280)
     groups = (np.arange((1 << 32) - 20, (1 << 32) + 140)) & 0xFFFFFFFF
     assert (draws == arithmetic.philox(-5, 77, -(1 << 62), groups).view("<u2").reshape(-1)).all()
+
+
+@pytest.mark.parametrize("backend", backend_names())
+@pytest.mark.parametrize("codec", [QSGD(bits=2, block=256), QSGD(bits=2), TernGrad(clip=math.inf)], ids=str)
+@pytest.mark.parametrize("ids", [(0, 0, 0), (-1, 7, -1), (0x299F31D0A4093822, 0x113198A2E, 3 << 40 | 5)])
+def test_the_wire_shows_the_very_draws_of_philox(backend: str, codec: Codec, ids: tuple[int, int, int]) -> None:
+    numel, block = 4000, codec.block_size
+    words = arithmetic.philox(*ids, np.arange(numel // 8)).astype("<u4").view("<u2").reshape(-1)
+    draws = torch.from_numpy(words.astype(np.float32))
+    workspace = codec.workspace(numel)
+    # One minus a draw's share rounds up to one; a 2^-16 less of it does not.
+    for below, expected in ((0, 1.0), (1, 0.0)):
+        x = 1 - (draws + below) / 65536
+        x[::block] = 1.0  # every block's scale
+        wire, out = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8), torch.zeros(numel)
+        with use_backend(backend):
+            codec.encode(x, wire, new_draw(*ids), workspace)
+            codec.decode_add(wire, out, 1.0, workspace)
+        out[::block] = expected
+        assert bool((out == expected).all())
 
 
 @other_backends

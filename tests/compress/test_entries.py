@@ -13,6 +13,7 @@ from gradwire.compress.backends import entries_for, use_backend
 from gradwire.compress.backends.cuda import entries as cuda_entries
 from gradwire.compress.backends.sparse import EntryKernels, Pieces
 from gradwire.compress.formats.entries import LARGEST_UNIT, VALUE_BLOCK, VALUE_DTYPES, index_layout, value_bytes
+from guarded import Guarded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import ALL_BACKENDS, KINDS, device_of, gradient, same
@@ -25,7 +26,7 @@ every_dtype = pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 LARGEST = (1 << 31) - 1
 #: Around a word, a unit, and what a block of threads takes at once.
 COUNTS = (1, 2, 3, 4, 5, 31, 32, 33, 255, 256, 257, 513, 2049)
-NO_INDEX, GUARD, SENTINEL = 0xFFFFFFFF, 16, 77
+NO_INDEX, SENTINEL = 0xFFFFFFFF, 77
 
 
 def entries_of(backend: str) -> tuple[EntryKernels, torch.device]:
@@ -39,14 +40,10 @@ def bits(indices: np.ndarray) -> Tensor:
     return torch.from_numpy(indices.astype(np.uint32).view(np.int32))
 
 
-def guarded(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory, and what lies in it between two guards."""
-    memory = torch.full((size + 2 * GUARD,), SENTINEL, dtype=dtype, device=device)
-    return memory, memory[GUARD : GUARD + size]
-
-
-def guards_hold(memory: Tensor) -> bool:
-    return bool((memory[:GUARD] == SENTINEL).all() and (memory[-GUARD:] == SENTINEL).all())
+def guarded(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Guarded, Tensor]:
+    """Memory, and what lies in it between guards."""
+    memory = Guarded(device)
+    return memory, memory.put(torch.full((size,), SENTINEL, dtype=dtype))
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def packed(entries: EntryKernels, given: Tensor, count: int | None, base: int, n
     memory, wire = guarded(index_layout(numel, len(given)).nbytes, torch.uint8, given.device)
     used = None if count is None else torch.tensor([count], dtype=torch.int32, device=given.device)
     entries.pack_indices(given, used, base, numel, wire)
-    assert guards_hold(memory)
+    assert memory.untouched()
     return wire.cpu()
 
 
@@ -105,10 +102,11 @@ def unpacked(
     """Indices and counts; with the pitch of plain rows, as codecs have it."""
     memory, plain = guarded(len(rows) * (1 + k), torch.int32, device)
     room = plain.view(len(rows), 1 + k)
-    entries.unpack_indices(rows.to(device), base, numel, room[:, 0], room[:, 1:])
-    assert guards_hold(memory)
+    given = memory.put(rows) if rows.is_contiguous() else rows.to(device)
+    entries.unpack_indices(given, base, numel, room[:, 0], room[:, 1:])
+    assert memory.untouched()
     alone = torch.zeros(len(rows), k, dtype=torch.int32, device=device)
-    entries.unpack_indices(rows.to(device), base, numel, None, alone)
+    entries.unpack_indices(given, base, numel, None, alone)
     assert torch.equal(alone, room[:, 1:])
     return room[:, 1:].cpu(), room[:, 0].cpu()
 
@@ -189,7 +187,7 @@ def test_no_bytes_lead_out_of_range(
 def decoded(entries: EntryKernels, device: torch.device, wire: Tensor, dtype: torch.dtype, k: int) -> Tensor:
     memory, values = guarded(k, torch.float32, device)
     entries.unpack_values(wire.to(device)[None], dtype, values[None])
-    assert guards_hold(memory)
+    assert memory.untouched()
     return values.cpu()
 
 
@@ -218,7 +216,7 @@ def test_values_and_what_is_left_of_them(
         memory, wire = guarded(value_bytes(k, dtype), torch.uint8, device)
         told = None if used is None else torch.tensor([count], dtype=torch.int32, device=device)
         entries.pack_values(x, dtype, wire, indices.to(device), told, rest)
-        assert guards_hold(memory)
+        assert memory.untouched()
         bare = torch.full_like(wire, SENTINEL)
         entries.pack_values(x, dtype, bare)
         assert torch.equal(bare, wire)
@@ -317,8 +315,8 @@ def test_merge_is_the_sum_in_order_at_the_union(
     value_memory, out_values = guarded(offsets[-1], torch.float32, device)
     found, left_out = entries.merge(indices, values, offsets, start, stop, out_indices, out_values)
     assert (found, left_out) == (len(sums), skipped)
-    assert guards_hold(index_memory)
-    assert guards_hold(value_memory)
+    assert index_memory.untouched()
+    assert value_memory.untouched()
     expected = sorted(sums)
     assert out_indices[:found].tolist() == expected
     assert out_values[:found].tolist() == [float(sums[index]) for index in expected]
@@ -340,22 +338,29 @@ def pieces_of(counts: list[int], sizes: list[int]) -> tuple[Pieces, Tensor, Tens
 @given(
     pieces=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 3000)), min_size=1, max_size=6),
     dtype=st.sampled_from(VALUE_DTYPES),
+    share=st.sampled_from([None, None, 0.02, 0.5, 1.0]),
 )
-def test_pieces_are_packed_as_each_would_be(pieces: list[tuple[int, int]], dtype: torch.dtype) -> None:
+def test_pieces_are_packed_as_each_would_be(
+    pieces: list[tuple[int, int]], dtype: torch.dtype, share: float | None
+) -> None:
+    """And noise, of which a `share` of the bits is set, is unpacked alike."""
     table, indices, values = pieces_of([n for n, _ in pieces], [size for _, size in pieces])
     results = []
     for backend in ("reference", "cpu"):
-        with use_backend(backend):
-            kernels = entries_for(torch.device("cpu"))
-        index_wire = torch.zeros(sum(table.index_sizes()), dtype=torch.uint8)
-        value_wire = torch.zeros(sum(table.value_sizes(dtype)), dtype=torch.uint8)
-        kernels.pack_index_pieces(indices, table, index_wire)
-        kernels.pack_value_pieces(values, table, dtype, value_wire)
-        at, back = torch.zeros_like(indices), torch.zeros_like(values)
-        kernels.unpack_index_pieces(index_wire, table, at)
-        kernels.unpack_value_pieces(value_wire, table, dtype, back)
-        assert torch.equal(at, indices)
-        results.append((index_wire, value_wire, back))
+        (kernels, device), rng = entries_of(backend), np.random.default_rng(len(values))
+        memory, sizes = Guarded(device), (sum(table.index_sizes()), sum(table.value_sizes(dtype)))
+        wires = [memory.put(torch.zeros(size, dtype=torch.uint8)) for size in sizes]
+        kernels.pack_index_pieces(indices, table, wires[0])
+        kernels.pack_value_pieces(values, table, dtype, wires[1])
+        packed = [wire.clone() for wire in wires]
+        for wire in wires if share is not None else ():
+            wire.copy_(torch.from_numpy(np.packbits(rng.random(8 * len(wire)) < share)))
+        found = [memory.put(torch.zeros_like(x)) for x in (indices, values)]
+        kernels.unpack_index_pieces(wires[0], table, found[0])
+        kernels.unpack_value_pieces(wires[1], table, dtype, found[1])
+        assert memory.untouched()
+        assert share is not None or torch.equal(found[0], indices)
+        results.append([*packed, *(x.clone() for x in found)])
     for specified, got in zip(*results, strict=True):
         assert same(specified, got)
 

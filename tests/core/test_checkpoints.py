@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_drawn import mesh_of
-from gradwire import (
-    QSGD,
-    Codec,
-    CompressState,
-    Identity,
-    LocalUpdates,
-    OneBit,
-    Residual,
-    TopK,
-    Tracking,
-    compress_fsdp,
-)
+from fronts import FRONTS
+from gradwire import QSGD, Codec, CompressState, Identity, OneBit, Residual, TopK, Tracking
 from lacking import needs_hook, needs_reduce_scatter
-from ranks import Pool, on_ranks, without_address
+from ranks import Pool, on_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from training import Ledger, batch, digest, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
@@ -164,49 +151,20 @@ def test_checkpoints_of_version_0_1_load(ranks: Ranks) -> None:
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def under_horovod(codec: Codec, **options: Any) -> tuple[nn.Module, Any]:
-    hvd.init()
-    model = perceptron()
-    compression = hvd.Compression.codec(codec, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-
-
-def ends(rank: int, front: str, codec: Codec, options: dict[str, Any], saves: Collection[int]) -> str:
+def ends(rank: int, name: str, codec: Codec, options: dict[str, Any], saves: Collection[int]) -> str:
     """Of eight steps, which a checkpoint follows where `saves` says so."""
-    state: Any
-    if front == "horovod":
-        model, state = under_horovod(codec, error_feedback=options.get("error_feedback", True))
-    elif front == "ddp":
-        model, state = wrap(perceptron(), codec, **options)
-    elif front == "fsdp":
-        model = perceptron()
-        for module in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
-            fully_shard(module, mesh=mesh_of((2, 1))["shard"])
-        state = compress_fsdp(model, codec, mesh=mesh_of((2, 1))["replicate"], **options)
-    else:
-        model = perceptron()
-        inner = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.0, 0.99))
-        state = LocalUpdates(model, inner, codec, every=2, **options)
-    if front != "horovod":
-        optimizer = inner if front == "local" else torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.0, 0.99))
-    else:
-        optimizer = state
+    betas = (0.9 if name == "horovod" else 0.0, 0.99)
+    front = FRONTS[name](perceptron(), codec, partial(torch.optim.AdamW, lr=0.01, betas=betas), **options)
     for step in range(8):
-        optimizer.zero_grad()
-        model(batch(rank, step, model)).square().mean().backward()
-        optimizer.step()
-        if front == "local":
-            state.step()
+        front.step(batch(rank, step, front.model))
         if step in saves:
-            state.state_dict()
-            if front in ("ddp", "horovod"):  # that of `LocalUpdates` ends a round
-                state.consolidated_state_dict()
-    if front == "local":
-        state.synchronise()
-    if front != "horovod":
-        state.close()
-    return digest(p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+            front.state.state_dict()
+            if name in ("ddp", "horovod"):  # that of `LocalUpdates` ends a round
+                front.state.consolidated_state_dict()
+    if name == "local":
+        front.state.synchronise()
+    front.close()
+    return digest(front.parameters())
 
 
 TWO_PASS = {"exchange": "two_pass"}
@@ -217,8 +175,8 @@ TWO_PASS = {"exchange": "two_pass"}
     [
         ("ddp", OneBit(block=256), {**TWO_PASS, "error_feedback": Residual(0.9, torch.int8)}),
         ("ddp", OneBit(), {**TWO_PASS, "error_feedback": Tracking()}),
-        pytest.param("fsdp", OneBit(), TWO_PASS, marks=needs_hook),
-        ("local", OneBit(), TWO_PASS),
+        pytest.param("replicas", OneBit(), TWO_PASS, marks=needs_hook),
+        ("local", OneBit(), {**TWO_PASS, "every": 2}),
         ("horovod", OneBit(), {}),
         ("horovod", TopK(0.1), {}),
     ],
@@ -230,27 +188,6 @@ def test_a_save_changes_no_bit(ranks: Ranks, front: str, codec: Codec, options: 
 
 
 # -- what does not fit any more ----------------------------------------------------------------------------------------
-
-
-def under_ddp(make: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[nn.Module, Any]:
-    return wrap(make(), TopK(0.05), exchange="gather", **options)
-
-
-def under_fsdp(make: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[nn.Module, Any]:
-    shard = mesh_of((2, 1))["shard"]
-    model: Any = make()
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=shard)
-    fully_shard(model, mesh=shard)
-    return model, compress_fsdp(model, TopK(0.05), mesh=mesh_of((2, 1))["replicate"], exchange="gather", **options)
-
-
-def under_local_updates(make: Callable[[], nn.Module], options: dict[str, Any]) -> tuple[nn.Module, Any]:
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    updates = LocalUpdates(model, optimizer, TopK(0.05), every=1, exchange="gather", **options)
-    return model, updates
 
 
 def frozen() -> nn.Module:
@@ -311,35 +248,24 @@ CHANGES: dict[str, tuple[Any, Any, str, str, set[str], set[str]]] = {
 
 
 @pytest.mark.parametrize(
-    ("under", "change"),
+    ("name", "change"),
     [
-        *((under_ddp, change) for change in CHANGES),
-        *(pytest.param(under_fsdp, change, marks=needs_hook) for change in CHANGES),
-        (under_local_updates, "excluded"),
+        *(("ddp", change) for change in CHANGES),
+        *(pytest.param("replicas", change, marks=needs_hook) for change in CHANGES),
+        ("local", "excluded"),
     ],
-    ids=without_address,
 )
 @on_ranks(2)
-def test_what_does_not_fit_is_refused_or_dropped(
-    rank: int, under: Callable[..., tuple[nn.Module, Any]], change: str
-) -> None:
+def test_what_does_not_fit_is_refused_or_dropped(rank: int, name: str, change: str) -> None:
     """And never dropped unsaid; the warning is of the line that calls."""
-    before, after, refusal, warning, keep, lack = CHANGES[change]
-
-    def step(model: nn.Module, state: Any, number: int) -> None:
-        model(batch(rank, number, model)).square().mean().backward()
-        if isinstance(state, LocalUpdates):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad  # type: ignore[operator, misc]
-            state.step()
-
-    model, state = under(perceptron, before)
+    before, (make, options), refusal, warning, keep, lack = CHANGES[change]
+    front = FRONTS[name](perceptron(), TopK(0.05), exchange="gather", **before)
     for number in range(2):
-        step(model, state, number)
-    saved = state.state_dict()
-    state.close()
-    model, fresh = under(*after)
+        front.step(batch(rank, number, front.model))
+    saved = front.state.state_dict()
+    front.close()
+    front = FRONTS[name](make(), TopK(0.05), exchange="gather", **options)
+    fresh = front.state
     with pytest.raises(ValueError) as caught:
         fresh.load_state_dict(saved)
     assert refusal in str(caught.value)
@@ -352,7 +278,7 @@ def test_what_does_not_fit_is_refused_or_dropped(
     kept = {name for name, x in residuals_of(fresh.state_dict()).items() if bool(x.any())}
     assert keep <= kept
     assert not lack & kept
-    step(model, fresh, 2)
+    front.step(batch(rank, 2, front.model))
     assert fresh.state_dict()["step"] == 3
     fresh.close()
 
@@ -362,15 +288,12 @@ def test_what_does_not_fit_is_refused_or_dropped(
 @on_ranks(2)
 def test_parameters_of_a_sharded_model_can_be_swapped(rank: int, scattered: bool) -> None:
     """`torch.utils.swap_tensors` refuses what has a weak reference."""
-    mesh = mesh_of((1, 2) if scattered else (2, 1))
-    model = perceptron()
-    fully_shard(model, mesh=mesh["shard"])
-    replicate: Any = None if scattered else mesh["replicate"]
-    state = compress_fsdp(model, OneBit(), mesh=replicate)
+    front = FRONTS["shards" if scattered else "replicas"](perceptron(), OneBit())
+    model = front.model
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    model(batch(rank, 0, model)).square().mean().backward()
-    state.close()
+    front.step(batch(rank, 0, model))
+    front.close()

@@ -145,7 +145,7 @@ def more_than(before: dict[str, int]) -> dict[str, tuple[int, int]]:
     return {name: (before[name], count) for name, count in held().items() if count > before[name]}
 
 
-@pytest.mark.parametrize("front", sorted(endings.FRONTS))
+@pytest.mark.parametrize("front", endings.NAMES)
 @on_ranks(2)
 def test_a_training_that_is_dropped_leaves_nothing(rank: int, front: str) -> None:
     training = endings.Training(front, "topk", "gather", 2, "collected", 0, 0, (0, 0, 0.0), False)

@@ -7,8 +7,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -19,32 +18,15 @@ import gradwire
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from fsdp_drawn import mesh_of
-from gradwire import (
-    Identity,
-    LocalUpdates,
-    Momentum,
-    OneBit,
-    PowerSGD,
-    Residual,
-    Rounds,
-    SufficientFactors,
-    TopK,
-    Tracking,
-    compress_fsdp,
-    overlap_forward,
-)
+from fronts import FRONTS, Front, marked
+from gradwire import Identity, Momentum, OneBit, PowerSGD, Residual, TopK, Tracking
 from gradwire.compress.feedback.base import RESIDUAL, Feedback
 from gradwire.hooks.comm.between_steps import REMEDY, Reentered
 from gradwire.hooks.horovod.runtime.context import engine
 from gradwire.hooks.training.autograd_end import current_pass
-from gradwire.optim import DistributedLion, OneBitAdam
-from lacking import needs_reduce_scatter
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from training import batch, digest, perceptron, wrap
+from training import batch, digest, perceptron
 
 Ranks = Callable[[int], Pool]
 Calls = Mapping[str, Callable[[], Any]]
@@ -112,154 +94,53 @@ def in_exchange(frame: FrameType | None) -> bool:
     return "__del__" not in names and not {"step", "_engine_run_backward"}.isdisjoint(names)
 
 
-class Front:
-    """A model in training: `step` makes a step, `calls` is what a handler may call, `finish` ends it."""
-
-    model: Any
-    calls: Calls
-    close: Callable[[], None]
-    saves = True
-
-    def loss(self, rank: int, number: int) -> Tensor:
-        result: Tensor = self.model(batch(rank, number, self.model)).square().mean()
-        return result
-
-    def step(self, rank: int, number: int, exchange: AbstractContextManager[Any]) -> None:
-        """Make a step; `exchange` is around the part of it in which ranks exchange something."""
-        self.model.zero_grad()
-        loss = self.loss(rank, number)
-        with exchange:
-            loss.backward()
-        self.optimizer.step()
-
-    def parameters(self) -> list[Tensor]:
-        return [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
-
-    def checkpoint(self) -> dict[str, Any]:
-        """What a save after each step is compared with."""
-        return self.calls["state_dict"]() if self.saves else {}
-
-    optimizer: Any
+#: What a handler may read of a front's state, and call.
+READS = {
+    "ddp": ("statistics", "step", "tuning", "state_dict"),
+    "replicas": ("statistics", "step", "tuning"),
+    "shards": ("statistics", "step"),
+    "local": ("statistics", "rounds", "members", "state_dict"),
+    "adam": ("statistics", "state_dict"),
+    "horovod": ("state_dict",),
+    "factors": ("statistics",),
+} | {"overlap": ("statistics", "step", "tuning", "state_dict"), "lion": ("statistics", "state_dict")}
 
 
-def calls_of(state: Any, *names: str) -> dict[str, Callable[[], Any]]:
+def calls_of(kind: str, front: Front) -> dict[str, Callable[[], Any]]:
     def read(name: str) -> Any:
-        found = getattr(state, name)
+        found = getattr(front.state, name)
         return found() if callable(found) else found
 
-    return {"repr": partial(repr, state), **{name: partial(read, name) for name in names}}
+    calls: dict[str, Callable[[], Any]] = {"repr": partial(repr, front.state)}
+    calls |= {name: partial(read, name) for name in READS[kind]}
+    return calls | ({"finish": front.finish, "optimizer": front.optimizer.state_dict} if kind == "overlap" else {})
 
 
-class DataParallel(Front):
-    def __init__(self, codec: Any, overlapped: bool = False, model: Any = None, **options: Any) -> None:
-        self.model, self.state = wrap(model or perceptron(), codec, **options)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.overlap = overlap_forward(self.model, self.optimizer) if overlapped else None
-        self.calls = calls_of(self.state, "statistics", "step", "tuning", "state_dict")
-        if self.overlap is not None:
-            self.calls = {**self.calls, "finish": self.overlap.finish, "optimizer": self.optimizer.state_dict}
-        self.close = self.state.close
-
-    def loss(self, rank: int, number: int) -> Tensor:
-        result: Tensor = self.model(batch(rank, number, self.model.module)).square().mean()
-        return result
-
-    def parameters(self) -> list[Tensor]:
-        if self.overlap is not None:
-            self.overlap.finish()
-        return list(self.model.parameters())
+def refused_calls(kind: str, front: Front) -> dict[str, Callable[[], Any]]:
+    """Those that need the end of a step: of FSDP and factors a checkpoint is a collective, or there is none."""
+    if kind == "horovod":
+        front.close = partial(front.state.load_state_dict, front.state.state_dict())
+    save = "consolidated_state_dict" if kind in ("ddp", "overlap") else "state_dict"
+    return {"close": front.close} | ({} if kind == "factors" else {"state_dict": getattr(front.state, save)})
 
 
-class Sharded(Front):
-    """FSDP2; `state_dict` is a collective there, which a handler of one rank alone must not call."""
-
-    saves = False
-
-    def __init__(self, replicated: bool) -> None:
-        mesh = mesh_of((2, 1) if replicated else (1, 2))
-        self.model = perceptron()
-        fully_shard(self.model[0], mesh=mesh["shard"])
-        fully_shard(self.model, mesh=mesh["shard"])
-        options: dict[str, Any] = {"mesh": mesh["replicate"], "fallback": None, "exchange": "gather"}
-        self.state = compress_fsdp(self.model, TopK(0.1), **(options if replicated else {}))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.calls = calls_of(self.state, "statistics", "step", *(["tuning"] if replicated else []))
-        self.close = self.state.close
-
-
-class Local(Front):
-    def __init__(self, **rounds: Any) -> None:
-        self.model = perceptron()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.updates = LocalUpdates(self.model, self.optimizer, TopK(0.1), every=2, rounds=Rounds(**rounds))
-        self.calls = calls_of(self.updates, "statistics", "rounds", "members", "state_dict")
-        self.close = self.updates.close
-
-    def step(self, rank: int, number: int, exchange: AbstractContextManager[Any]) -> None:
-        super().step(rank, number, contextlib.nullcontext())
-        with exchange:
-            self.updates.step()
-
-
-class Optimizer(Front):
-    def __init__(self, kind: Callable[..., Any], **options: Any) -> None:
-        self.model = perceptron()
-        self.optimizer = kind(self.model.parameters(), lr=0.01, **options)
-        self.calls = calls_of(self.optimizer, "statistics", "state_dict")
-        self.close = self.optimizer.close
-
-    def step(self, rank: int, number: int, exchange: AbstractContextManager[Any]) -> None:
-        self.model.zero_grad()
-        self.loss(rank, number).backward()
-        with exchange:
-            self.optimizer.step()
-
-
-class Horovod(Front):
-    def __init__(self) -> None:
-        hvd.init()
-        self.model = perceptron()
-        self.optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(self.model.parameters(), lr=0.05), self.model.named_parameters(),
-            compression=hvd.Compression.topk(density=0.1),
-        )  # fmt: skip
-        self.calls = calls_of(self.optimizer, "state_dict")
-        self.close = partial(self.optimizer.load_state_dict, self.optimizer.state_dict())
-
-
-class Factors(Front):
-    saves = False
-
-    def __init__(self) -> None:
-        self.model = perceptron()
-        self.state = SufficientFactors(self.model, ["0", "2"])
-        self.wrapped = DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.calls = calls_of(self.state, "statistics")
-        self.close = self.state.close
-
-    def loss(self, rank: int, number: int) -> Tensor:
-        result: Tensor = self.wrapped(batch(rank, number, self.model)).square().mean()
-        return result
-
-
-FRONTS: dict[str, Callable[[], Front]] = {
-    "gather": partial(DataParallel, TopK(0.1), exchange="gather"),
-    "factors": partial(DataParallel, PowerSGD(2), exchange="factors"),
-    "clip": partial(DataParallel, OneBit(), exchange="gather", error_feedback=Tracking(clip=1.0)),
-    "dense": partial(DataParallel, Identity(), exchange="dense"),
-    "overlap": partial(DataParallel, TopK(0.1), exchange="gather", overlapped=True),
-    "FSDP replicas": partial(Sharded, True),
-    "FSDP shards": partial(Sharded, False),
-    "local": Local,
-    "local, delayed": partial(Local, delay=1),
-    "local, kept": partial(Local, delay=1, keep_local=True),
-    "local, fragments": partial(Local, fragments=2),
-    "adam": partial(Optimizer, OneBitAdam, warmup_steps=1),
-    "lion": partial(Optimizer, DistributedLion),
-    "horovod": Horovod,
-    "sufficient factors": Factors,
-}  # fmt: skip
+TRAININGS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "gather": ("ddp", TopK(0.1), {"exchange": "gather"}),
+    "factors": ("ddp", PowerSGD(2), {"exchange": "factors"}),
+    "clip": ("ddp", OneBit(), {"exchange": "gather", "error_feedback": Tracking(clip=1.0)}),
+    "dense": ("ddp", Identity(), {"exchange": "dense"}),
+    "overlap": ("overlap", TopK(0.1), {"exchange": "gather"}),
+    "replicas": ("replicas", TopK(0.1), {"exchange": "gather"}),
+    "shards": ("shards", TopK(0.1), {}),
+    "local": ("local", TopK(0.1), {"every": 2}),
+    "local, delayed": ("local", TopK(0.1), {"every": 2, "delay": 1}),
+    "local, kept": ("local", TopK(0.1), {"every": 2, "delay": 1, "keep_local": True}),
+    "local, fragments": ("local", TopK(0.1), {"every": 2, "fragments": 2}),
+    "adam": ("adam", OneBit(), {}),
+    "lion": ("lion", None, {}),
+    "horovod": ("horovod", TopK(0.1), {}),
+    "sufficient factors": ("factors", None, {}),
+}
 
 
 def tensors_in(found: Any) -> Iterator[Any]:
@@ -277,22 +158,24 @@ def trained(rank: int, name: str, seed: int | None, most: int, refused: bool) ->
     anywhere; or, within exchanges, what is `refused` there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        front = FRONTS[name]()
-        digests, states = [], [text_of(front.checkpoint())]
-        refusing = {"close": front.close, **{k: call for k, call in front.calls.items() if k == "state_dict"}}
-        if isinstance(front, DataParallel):
-            refusing["state_dict"] = front.state.consolidated_state_dict
-        if isinstance(front, Sharded):
-            refusing["state_dict"] = front.state.state_dict
-        interruption = Interruption(refusing if refused else front.calls, 7 * (seed or 0) + rank, most, not refused)
+        kind, codec, options = TRAININGS[name]
+        front = FRONTS[kind](perceptron(), codec, **options)
+        calls = calls_of(kind, front)
+        refusing = refused_calls(kind, front)
+
+        def checkpoint() -> Any:
+            return calls.get("state_dict", dict)()
+
+        digests, states = [], [text_of(checkpoint())]
+        interruption = Interruption(refusing if refused else calls, 7 * (seed or 0) + rank, most, not refused)
         anywhere, exchange = (
             interruption if seed and wanted else contextlib.nullcontext() for wanted in (not refused, refused)
         )
         for number in range(STEPS):
             with anywhere:
-                front.step(rank, number, exchange)
-                front.checkpoint()
-            states.append(text_of(front.checkpoint()))
+                front.step(batch(rank, number, front.model), exchange)
+                checkpoint()
+            states.append(text_of(checkpoint()))
             digests.append(digest(front.parameters()))
         front.close()
     return digests, states, (interruption.counts, interruption.saved)
@@ -312,7 +195,7 @@ def check(ranks: Ranks, name: str, seed: int, most: int, refused: bool = False) 
         # Of the step before, or of the one that is over, whatever the handler has interrupted.
         assert set(saved) <= set(states)
         total += counts
-    if "FSDP" not in name and "local" not in name:  # there ranks' own parameters differ
+    if name not in ("replicas", "shards") and "local" not in name:  # there ranks' own parameters differ
         assert results[0][0][0] == results[1][0][0]
     assert sum(total.values()) > 4, total
     if refused:
@@ -321,17 +204,13 @@ def check(ranks: Ranks, name: str, seed: int, most: int, refused: bool = False) 
         assert {call for call, made in total if not made} <= {"state_dict", "finish", "optimizer"}, total
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=needs_reduce_scatter) if "FSDP" in name else name for name in names]
-
-
 @pytest.mark.parametrize("most", [3, 50])
-@pytest.mark.parametrize("name", marked(FRONTS))
+@pytest.mark.parametrize("name", marked(TRAININGS))
 def test_a_handler_changes_nothing(ranks: Ranks, name: str, most: int) -> None:
     check(ranks, name, 1, most)
 
 
-@pytest.mark.parametrize("name", marked(FRONTS))
+@pytest.mark.parametrize("name", marked(TRAININGS))
 def test_what_needs_the_end_of_a_step_is_refused_within_it(ranks: Ranks, name: str) -> None:
     check(ranks, name, 1, 5, refused=True)
 
@@ -370,7 +249,7 @@ SAVES: dict[str, dict[str, Any]] = {
     "scaler": {"codec": TopK(0.1), "exchange": "gather", "grad_scaler": 8.0},
     "unused": {"codec": TopK(0.1), "exchange": "gather", "ddp": {"find_unused_parameters": True}},
     "views": {"codec": TopK(0.1), "exchange": "gather", "ddp": {"gradient_as_bucket_view": True}},
-    "overlap": {"codec": TopK(0.1), "exchange": "gather", "overlapped": True},
+    "overlap": {"codec": TopK(0.1), "exchange": "gather", "front": "overlap"},
     "dense": {"codec": Identity(), "exchange": "dense"},
 }  # fmt: skip
 
@@ -383,14 +262,15 @@ def saved_in_backward(rank: int, name: str, seed: int, lines: Sequence[int] = ()
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
     if name == "unused":
         module[-1].register_parameter("idle", nn.Parameter(torch.ones(3)))
-    front, digests, seen = DataParallel(model=module, grad_scaler=scaler, **options), list[str](), list[Any]()
+    front = FRONTS[options.pop("front", "ddp")](module, grad_scaler=scaler, **options)
+    digests, seen = list[str](), list[Any]()
     named, places, counted = dict(module.named_parameters()), draw.sample(range(6), 6), list[int]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in range(6):
             before = front.state.state_dict()
             front.optimizer.zero_grad()
-            loss = front.loss(rank, number)
+            loss = front.run(batch(rank, number, module)).square().mean()
             loss = loss if scaler is None else scaler.scale(loss)
             found = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
             gradients = {
@@ -460,7 +340,7 @@ def test_a_save_within_backward_is_that_of_a_step_given_up(ranks: Ranks, name: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 22))
-@pytest.mark.parametrize("name", marked(FRONTS))
+@pytest.mark.parametrize("name", marked(TRAININGS))
 def test_no_handler_changes_anything(ranks: Ranks, name: str, seed: int) -> None:
     check(ranks, name, seed, 1 + 3 * seed)
     check(ranks, name, seed, seed, refused=True)

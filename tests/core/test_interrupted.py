@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_drawn import mesh_of
-from gradwire import Identity, LocalUpdates, Rounds, TopK, compress_fsdp
+from fronts import FRONTS
+from gradwire import Identity, TopK
 from gradwire.hooks.comm.between_steps import Reentered
 from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.core.dense_path import DensePath, Sum
 from gradwire.hooks.core.session import Announcement
-from gradwire.optim import OneBitAdam
 from lacking import needs_reduce_scatter
 from ranks import Pool
-from torch.distributed.fsdp import fully_shard
 from training import batch, digest, perceptron, train, wrap
 
 Ranks = Callable[[int], Pool]
@@ -103,57 +101,39 @@ def data_parallel(rank: int, way: str, raised: BaseException | None) -> list[str
     return [*digests, digest(kept[name] for name in sorted(kept))]
 
 
-def sharded(rank: int, way: str, raised: BaseException | None) -> list[str]:
-    mesh = mesh_of((2, 1))
-    left: tuple[Any, str] = (Pipeline, "wait") if way == "means" else (Announcement, "equal")
-    model: Any = perceptron()
-    fully_shard(model[0], mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    state = compress_fsdp(model, TopK(0.1), mesh=mesh["replicate"], exchange="gather", fallback=None)
-    digests = []
-    for step in range(STEPS):
-        model.zero_grad()
-        stops = raised is not None and rank == 0 and step == AT
-        with disturbed(*left, raised) if raised and stops else contextlib.nullcontext():
-            loss = model(batch(rank, step, model)).square().mean()
-            loss.backward()
-        grads: list[Any] = [p.grad for p in model.parameters()]
-        digests.append(digest(grad.to_local() for grad in grads))
-    [kept] = state.state_dict()["residuals"].values()
-    state.close()
-    return [*digests, digest(kept[name].to_local() for name in sorted(kept))]
+#: A front and its options; what is left once, and in which step.
+WAYS: dict[str, tuple[str, dict[str, Any], tuple[Any, str], int]] = {
+    "means": ("replicas", {"exchange": "gather"}, (Pipeline, "wait"), AT),
+    "uses": ("replicas", {"exchange": "gather"}, (Announcement, "equal"), AT),
+    "adam": ("adam", {}, (Pipeline, "wait"), 3),
+    "rounds": ("local", {"every": 2}, (Pipeline, "wait"), 3),
+    "fragments": ("local", {"every": 2, "fragments": 2}, (Pipeline, "wait"), 3),
+    "delay": ("local", {"every": 2, "delay": 1, "keep_local": True}, (Pipeline, "wait"), 4),
+}
 
 
-def by_itself(rank: int, way: str, raised: BaseException | None) -> list[str]:
-    model = perceptron()
-    if way == "adam":
-        made: Any = OneBitAdam(model.parameters(), lr=0.01, warmup_steps=1)
-        step, optimizer = made.step, made
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        rounds = {"delay": Rounds(delay=1, keep_local=True), "fragments": Rounds(fragments=2)}.get(way, Rounds())
-        made = LocalUpdates(model, optimizer, TopK(0.1), every=2, rounds=rounds)
-        step = made.step
+def by_front(rank: int, way: str, raised: BaseException | None) -> list[str]:
+    name, options, left, at = WAYS[way]
+    front, digests = FRONTS[name](perceptron(), TopK(0.1), **options), []
     for number in range(6):
-        optimizer.zero_grad()
-        model(batch(rank, number, model)).square().mean().backward()
-        if way != "adam":
-            optimizer.step()
-        stops = raised is not None and rank == 0 and number == 3 + (way == "delay")
-        with disturbed(Pipeline, "wait", raised) if raised and stops else contextlib.nullcontext():
-            step()
-    if way != "adam":
-        made.synchronise()
-    made.close()
-    return [digest(model.parameters())]
-
-
-PLAYS = {"threads": data_parallel, "straight": data_parallel, "means": sharded, "uses": sharded}
+        stops = raised is not None and rank == 0 and number == at
+        front.step(
+            batch(rank, number, front.model), disturbed(*left, raised) if raised and stops else contextlib.nullcontext()
+        )
+        digests.append(digest(front.parameters()))
+    if name == "local":
+        front.state.synchronise()
+        digests = [digest(front.parameters())]
+    if name == "replicas":
+        [kept] = front.state.state_dict()["residuals"].values()
+        digests.append(digest(kept[name].to_local() for name in sorted(kept)))
+    front.close()
+    return digests
 
 
 def both(rank: int, way: str, raised: BaseException) -> tuple[list[str], list[str]]:
     """The results of a training that is left alone, and of one that is not."""
-    play = PLAYS.get(way, by_itself)
+    play = by_front if way in WAYS else data_parallel
     return play(rank, way, None), play(rank, way, raised)
 
 

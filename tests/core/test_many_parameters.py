@@ -7,18 +7,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
-import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import LocalUpdates, OneBit, TopK
+from fronts import FRONTS
+from gradwire import OneBit, TopK
 from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot, end_to_end, layout_numel
-from gradwire.optim import OneBitAdam
 from ranks import Pool
 from torch import Tensor, nn
-from training import wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -75,43 +72,19 @@ class Many(nn.Module):
         return torch.cat([*self.parts]).sum() * x
 
 
-def ddp(model: nn.Module, optimizer: Any) -> Any:
-    return (*wrap(model, OneBit()), optimizer, int)
-
-
-def local(model: nn.Module, optimizer: Any) -> Any:
-    updates = LocalUpdates(model, optimizer, OneBit(), every=1)
-    return model, updates, optimizer, updates.step
-
-
-def adam(model: nn.Module, optimizer: Any) -> Any:
-    made = OneBitAdam(model.parameters(), warmup_steps=1)
-    return model, made, made, int
-
-
-def horovod(model: nn.Module, optimizer: Any) -> Any:
-    hvd.init()
-    made = hvd.DistributedOptimizer(optimizer, model.named_parameters(), hvd.Compression.codec(TopK(0.1)))
-    return model, made, made, int
-
-
-def first_steps(rank: int, front: Callable[[nn.Module, Any], Any], count: int) -> int:
+def first_steps(rank: int, name: str, count: int) -> int:
     warnings.simplefilter("ignore")
-    model = Many(count)
     with counted() as calls:
-        run, holder, optimizer, after = front(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        front = FRONTS[name](Many(count), TopK(0.1) if name == "horovod" else OneBit())
         for _ in range(3):
-            run(torch.ones(())).backward()
-            optimizer.step()
-            after()
-            optimizer.zero_grad()
-        holder.load_state_dict(holder.state_dict())
-        holder.consolidated_state_dict()
+            front.step(torch.ones(()))
+        front.state.load_state_dict(front.state.state_dict())
+        front.state.consolidated_state_dict()
     return calls[0]
 
 
-@pytest.mark.parametrize("front", [ddp, local, adam, horovod])
-def test_first_steps_grow_with_parameters(ranks: Ranks, front: Callable[[nn.Module, Any], Any]) -> None:
+@pytest.mark.parametrize("front", ["ddp", "local", "adam", "horovod"])
+def test_first_steps_grow_with_parameters(ranks: Ranks, front: str) -> None:
     ranks(2).run(first_steps, front, 10)
     fewer, more = (max(ranks(2).run(first_steps, front, count)) for count in (300, 600))
     assert more < 2.5 * fewer

@@ -6,20 +6,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from fsdp_drawn import mesh_of
-from gradwire import CompressState, LocalUpdates, OneBit, OuterSGD, compress_fsdp, compress_hook
+from fronts import FRONTS, Front, marked
+from gradwire import OneBit
 from gradwire.hooks.training.names import matches, names_of, plain_names, renamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 Ranks = Callable[[int], Pool]
 
@@ -86,36 +83,12 @@ def net(wrapped: bool) -> nn.Sequential:
     return nn.Sequential(*(checkpoint_wrapper(layer) if wrapped else layer for layer in layers))
 
 
-def front(kind: str, wrapped: bool, exclude: str = "1.bias") -> tuple[Any, Callable[[], None]]:
-    """What keeps the residuals of a model with activation checkpointing or without, and a step of training."""
-    model: Any = net(wrapped)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step: Callable[[], Any] = optimizer.step
-    if kind == "ddp":
-        model = DistributedDataParallel(model)
-        owner: Any = CompressState(model, OneBit(), fallback=None, exclude=[exclude])
-        model.register_comm_hook(owner, compress_hook)
-    elif kind == "local":
-        owner = LocalUpdates(model, optimizer, OneBit(), every=1, outer=OuterSGD(momentum=0.9), exclude=[exclude])
-        optimizer.register_step_post_hook(lambda *_: owner.step())
-    elif kind == "horovod":
-        hvd.init()
-        owner = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=hvd.Compression.onebit())
-        step = owner.step
-    else:
-        whole = kind == "shards"
-        mesh = mesh_of((1, 2) if whole else (2, 1))
-        for layer in (*model, model):
-            fully_shard(layer, mesh=mesh["shard"])
-        how: Any = {} if whole else {"mesh": mesh["replicate"], "fallback": None}
-        owner = compress_fsdp(model, OneBit(), exclude=[exclude], **how)
-
-    def train() -> None:
-        model.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        step()
-
-    return owner, train
+def front(kind: str, wrapped: bool, exclude: str = "1.bias") -> Front:
+    """A model in training with activation checkpointing or without."""
+    options: dict[str, Any] = {} if kind == "horovod" else {"exclude": [exclude]}
+    if kind == "local":
+        options["outer_momentum"] = 0.9
+    return FRONTS[kind](net(wrapped), OneBit(), **options)
 
 
 def by_name(saved: dict[str, Any]) -> dict[str, Any]:
@@ -135,20 +108,21 @@ def toggled(rank: int, kind: str) -> list[str]:
     """Activation checkpointing is switched on or off between saving and loading; what does not fit."""
     wrong = []
     for before, after, old in ((False, True, False), (True, False, False), (False, False, True), (False, True, True)):
-        owner, train = front(kind, before)
-        train()
-        train()
-        saved = owner.state_dict()
+        first = front(kind, before)
+        for _ in range(2):
+            first.step(torch.randn(4, 8))
+        saved = first.state.state_dict()
         found = by_name(saved)
         assert any(bool(x.any()) for x in map(whole, found.values()))
-        resumed, train = front(kind, after, "1._checkpoint_wrapped_module.bias" if after else "1.bias")
-        resumed.load_state_dict(with_wrappers(saved) if old else saved)
-        again = by_name(resumed.state_dict())
+        other = front(kind, after, "1._checkpoint_wrapped_module.bias" if after else "1.bias")
+        other.state.load_state_dict(with_wrappers(saved) if old else saved)
+        again = by_name(other.state.state_dict())
         if again.keys() != found.keys() or not all(torch.equal(whole(again[n]), whole(x)) for n, x in found.items()):
             wrong.append(f"{before} to {after}, old names: {old}: {sorted(found)} became {sorted(again)}")
-        train()
-        for one in (owner, resumed):
-            getattr(one, "close", lambda: None)()
+        other.step(torch.randn(4, 8))
+        for one in (first, other):
+            if kind != "horovod":
+                one.close()
     return wrong
 
 
@@ -156,12 +130,8 @@ def whole(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-@pytest.mark.parametrize("kind", ["ddp", "local", "horovod", "replicas", "shards"])
+@pytest.mark.parametrize("kind", marked(["ddp", "local", "horovod", "replicas", "shards"]))
 def test_checkpoints_fit_whatever_is_wrapped(ranks: Ranks, kind: str) -> None:
-    if kind in ("replicas", "shards"):
-        hook = "set_all_reduce_hook" if kind == "replicas" else "set_custom_reduce_scatter"
-        if not hasattr(FSDPModule, hook):
-            pytest.skip(f"torch {torch.__version__} has no FSDPModule.{hook}")
     assert ranks(2).run(toggled, kind) == [[], []]
 
 

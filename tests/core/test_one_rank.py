@@ -4,47 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import endings
 import pytest
 import torch
-from lacking import needs_hook, needs_reduce_scatter
+from fronts import FRONTS, marked, sgd
+from gradwire import Codec, OneBit, TopK
 from ranks import Pool
-from torch import Tensor, nn
+from torch import Tensor
+from training import batch, perceptron
 
 Ranks = Callable[[int], Pool]
 
 
-def trained(rank: int, front: str, codec: str) -> tuple[list[Tensor], list[Tensor]]:
+def trained(rank: int, name: str, codec: Codec) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters after some steps, with compression and without."""
-    training = endings.Training(front, codec, "auto", 3, "kept", 0, 0, (0, 0, 0.0), coded=False)
-    ours, plain = endings.Net(), endings.Net()
-    model, after, close = endings.FRONTS[front](ours, training)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-
-    def step(net: nn.Module, update: Callable[[], object], number: int) -> None:
-        net.zero_grad()
-        net(torch.randn(4, endings.WIDTH, generator=torch.Generator().manual_seed(number))).square().mean().backward()
-        update()
-
-    for number in range(training.steps):
-        step(model, after, number)
-        step(plain, optimizer.step, number)
-    close()
-    weights = [p.to_local() if hasattr(p, "to_local") else p for p in ours.parameters()]
-    return [w.detach().clone() for w in weights], [p.detach() for p in plain.parameters()]
+    front, plain = FRONTS[name](perceptron(), codec), perceptron()
+    optimizer = sgd(plain.parameters())
+    for number in range(3):
+        front.step(batch(rank, number, plain))
+        optimizer.zero_grad()
+        plain(batch(rank, number, plain)).square().mean().backward()
+        optimizer.step()
+    front.close()
+    return [p.detach().clone() for p in front.parameters()], [p.detach() for p in plain.parameters()]
 
 
-@pytest.mark.parametrize("codec", ["onebit", "topk"])
-@pytest.mark.parametrize(
-    "front",
-    [
-        "ddp",
-        pytest.param("fsdp", marks=needs_hook),
-        pytest.param("scatter", marks=needs_reduce_scatter),
-        "local",
-        "horovod",
-    ],
-)
-def test_nothing_is_lost_by_one_rank_alone(ranks: Ranks, front: str, codec: str) -> None:
-    ours, plain = ranks(1).run(trained, front, codec)[0]
+@pytest.mark.parametrize("codec", [OneBit(), TopK(0.02)], ids=str)
+@pytest.mark.parametrize("name", marked(["ddp", "replicas", "shards", "local", "horovod"]))
+def test_nothing_is_lost_by_one_rank_alone(ranks: Ranks, name: str, codec: Codec) -> None:
+    ours, plain = ranks(1).run(trained, name, codec)[0]
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)

@@ -10,13 +10,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fsdp_drawn import mesh_of
-from gradwire import CompressState, Identity, OneBit, compress_fsdp, compress_hook
+from fronts import FRONTS, sgd
+from gradwire import CompressState, Identity, OneBit, compress_hook
 from gradwire.hooks.ddp import hook as hooks_ddp
 from lacking import needs_hook
 from ranks import Pool, on_ranks
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 Ranks = Callable[[int], Pool]
@@ -124,15 +123,10 @@ def test_ddp_must_reduce_what_requires_gradients(ranks: Ranks, late: bool) -> No
 @on_ranks(2)
 def test_a_frozen_module_of_a_sharded_model_is_refused_too(rank: int) -> None:
     """A layer of a sharded model, which FSDP reduces by itself, and its replicas do not."""
-    model: Any = net()
-    mesh = mesh_of((2, 1))
-    for layer in (*model, model):
-        fully_shard(layer, mesh=mesh["shard"])
-    state = compress_fsdp(model, OneBit(), mesh=mesh["replicate"], fallback=None)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    before = train(model, optimizer, 2)
-    unfreeze_and_add_param_group(model[0], optimizer)
-    after = train(model, optimizer, 2)
-    state.close()
+    front = FRONTS["replicas"](net(), OneBit(), lambda given: sgd(p for p in given if p.requires_grad))
+    before = train(front.model, front.optimizer, 2)
+    unfreeze_and_add_param_group(front.model[0], front.optimizer)
+    after = train(front.model, front.optimizer, 2)
+    front.close()
     assert before == ""
     assert "parameter '0.weight' did not require gradients when compress_fsdp was called" in after

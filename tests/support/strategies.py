@@ -145,21 +145,31 @@ def cases(kinds: tuple[str, ...] = tuple(KINDS)) -> st.SearchStrategy[Case]:
     )
 
 
+#: Words at the border of some range.
+BORDERS = (0, 1, 0x7F, 0x80, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x80000000, 0xFF800000, 0xFFFFFFFF)
+
+
 def hostile_wires(codec: Codec, numel: int, ranks: int, seed: int) -> Tensor:
-    """What might arrive, [ranks, bytes] and a pitch of its own: sound wires, damaged ones, noise, unsorted indices."""
+    """What might arrive, [ranks, bytes] and a pitch of its own: sound wires, damaged ones, noise, one byte, unsorted
+    indices."""
     rng = np.random.default_rng(seed)
     size = codec.wire_bytes(numel)
     rows = torch.from_numpy(rng.integers(0, 256, (ranks, size + 4 * rng.integers(0, 3)), dtype=np.uint8))[:, :size]
     workspace = codec.workspace(numel)
     sparse = codec.selection if isinstance(codec, Outliers) else codec
     for rank, row in enumerate(rows):
-        fate = rng.integers(0, 4)
-        if fate < 2 or (fate == 2 and isinstance(sparse, TopK)):
+        fate = rng.integers(0, 6)
+        if fate in (0, 1, 4) or (fate == 2 and isinstance(sparse, TopK)):
             wire = torch.empty(size, dtype=torch.uint8)
             codec.encode(gradient("normal", numel, seed + rank), wire, new_draw(seed, 0, rank), workspace)
             row.copy_(wire)
         if fate == 1:
             row[torch.from_numpy(rng.integers(0, size, 3))] = 255
+        if fate == 4:
+            words = row[: size // 4 * 4].numpy().view(np.uint32)
+            words[rng.integers(0, len(words), 5)] = rng.choice([*BORDERS, numel - 1, numel, numel + 1])
+        if fate == 5:
+            row.fill_(int(rng.choice([0, 1, 0x7F, 0x80, 0xFF])))
         if fate == 2 and isinstance(sparse, TopK):
             k = sparse.k(numel)
             words = row[: codec.part_bytes(numel)[0]].numpy().view(np.uint32)
