@@ -296,11 +296,11 @@ class SparseKernels(Kernels[S]):
         """The ranks' entries as they are, unpacked into the workspace where they are packed."""
         (indices, values), ranks = wires, wires[0].shape[0]
         rows, plain = self._room(codec, ranks, numel, indices.device, workspace)
-        if codec.packs_indices:
+        if rows.shape[1]:
             self.entries.unpack_indices(indices, 0, numel, rows[:, 0], rows[:, 1:])
         else:
             rows = typed_rows(indices, torch.int32)
-        if codec.value_dtype != torch.float32:
+        if plain.shape[1]:
             self.entries.unpack_values(values, codec.value_dtype, plain)
         else:
             plain = typed_rows(values, torch.float32)

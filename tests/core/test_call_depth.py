@@ -12,14 +12,18 @@ import page_pictures
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import Codec, CompressState, OneBit, TopK, compress_hook
+from gradwire import Codec, CompressState, LocalUpdates, OneBit, TopK, compress_fsdp, compress_hook
 from ranks import Pool
 from test_architecture import library
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import train
 
 Ranks = Callable[[int], Pool]
+#: A step of training, and the state that compresses it.
+Trained = tuple[Callable[[], None], Any]
 ROOT = str(Path(gradwire.__file__).parent)
 
 
@@ -45,10 +49,13 @@ def watched() -> Iterator[tuple[set[str], Callable[[bool], None]]]:
         threading.setprofile(None)
 
 
-def four_buckets(codec: Codec, exchange: Any, hook: Any) -> tuple[DistributedDataParallel, CompressState]:
+def four_layers() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+
+
+def four_buckets(codec: Codec, exchange: Any, hook: Any) -> tuple[DistributedDataParallel, CompressState]:
+    ddp = DistributedDataParallel(four_layers(), bucket_cap_mb=0.01)
     state = CompressState(ddp, codec, exchange=exchange)
     ddp.register_comm_hook(state, hook)
     return ddp, state
@@ -76,32 +83,93 @@ def files_entered(rank: int, codec: Codec, exchange: Any) -> set[str]:
     return files
 
 
-def files_of_a_step(rank: int, codec: Codec, exchange: Any) -> set[str]:
-    """Files of the library whose functions run from the begin of a backward pass to the end of the optimizer's step."""
+def ddp_step(rank: int, codec: Codec, exchange: Any) -> Trained:
+    ddp, state = four_buckets(codec, exchange, compress_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+    def step() -> None:
+        ddp(torch.ones(8, 64)).square().sum().backward()
+        optimizer.step()
+
+    return step, state
+
+
+def sharded_step(rank: int, codec: Codec, exchange: Any) -> Trained:
+    """With `exchange` between replicas; "scatter": between shards."""
+    model, scatters = four_layers(), exchange == "scatter"
+    mesh = init_device_mesh("cpu", (2,) if scatters else (2, 1), mesh_dim_names=("replicate", "shard")[: 2 - scatters])
+    shards = mesh if scatters else mesh["shard"]
+    for layer in model:
+        fully_shard(layer, mesh=shards)
+    fully_shard(model, mesh=shards)
+    how: Any = {} if scatters else {"exchange": exchange, "mesh": mesh["replicate"], "fallback": None}
+    state = compress_fsdp(model, codec, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        model(torch.ones(8, 64)).square().sum().backward()
+        optimizer.step()
+
+    return step, state
+
+
+def local_round(rank: int, codec: Codec, exchange: Any) -> Trained:
+    model = four_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    updates = LocalUpdates(model, optimizer, codec, every=1, exchange=exchange)
+
+    def step() -> None:
+        model(torch.ones(8, 64)).square().sum().backward()
+        optimizer.step()
+        updates.step()
+
+    return step, updates
+
+
+def files_of_a_step(rank: int, front: Callable[..., Trained], codec: Codec, exchange: Any) -> set[str]:
+    """Files of the library whose functions run in a step, from the begin of its backward pass to the end of the
+    optimizer's step."""
     with watched() as (files, watch):
-        ddp, state = four_buckets(codec, exchange, compress_hook)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        for step in range(6):
-            loss = ddp(torch.ones(8, 64)).square().sum()
-            watch(step == 5)
-            loss.backward()
-            optimizer.step()
-        assert state._reducer is not None
-        state._reducer.session.pipeline.idle()
+        step, state = front(rank, codec, exchange)
+        for number in range(6):
+            watch(number == 5)
+            step()
+        if state._reducer is not None:
+            state._session.pipeline.idle()
         watch(False)
-        state.close()
+    state.close()
     return files
 
 
-@pytest.mark.parametrize(("codec", "exchange"), [(OneBit(), "two_pass"), (TopK(0.05), "split")], ids=["onebit", "topk"])
-@pytest.mark.parametrize(("entered", "most"), [(files_entered, (13, 19)), (files_of_a_step, (20, 26))])
-def test_a_bucket_s_way_and_a_step_are_short(
-    ranks: Ranks, codec: Codec, exchange: str, entered: Callable[..., set[str]], most: tuple[int, int]
-) -> None:
-    for files in ranks(2).run(entered, codec, exchange):
-        names = sorted(files)
-        assert any(name.endswith("/reducer.py") for name in names)
-        assert len(names) <= most[isinstance(codec, TopK)], names
+TOPK = TopK(0.05)
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "most"), [(OneBit(), "two_pass", 13), (TOPK, "gather", 14), (TOPK, "split", 17)]
+)
+def test_a_bucket_s_way_is_short(ranks: Ranks, codec: Codec, exchange: str, most: int) -> None:
+    for files in ranks(2).run(files_entered, codec, exchange):
+        assert "/hooks/core/reducer.py" in files
+        assert len(files) <= most, sorted(files)
+
+
+@pytest.mark.parametrize(
+    ("front", "codec", "exchange", "most"),
+    [
+        (ddp_step, OneBit(), "two_pass", 20),
+        (ddp_step, TOPK, "gather", 21),
+        (ddp_step, TOPK, "split", 24),
+        (sharded_step, OneBit(), "two_pass", 23),
+        (sharded_step, TOPK, "gather", 24),
+        (sharded_step, OneBit(), "scatter", 25),
+        (local_round, OneBit(), "two_pass", 31),
+        (local_round, TOPK, "gather", 32),
+    ],
+)
+def test_a_step_is_short(ranks: Ranks, front: Callable[..., Trained], codec: Codec, exchange: str, most: int) -> None:
+    for files in ranks(2).run(files_of_a_step, front, codec, exchange):
+        assert "/hooks/core/session.py" in files
+        assert len(files) <= most, sorted(files)
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="newer Pythons make fewer calls, and so enter fewer files")

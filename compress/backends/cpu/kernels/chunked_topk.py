@@ -10,7 +10,7 @@ from torch import Tensor
 from ....formats.entries import index_layout
 from ...codec_types import ChunkedTopKLike
 from ..block_codec import Blocks, Kernel
-from ..packing import Layout, pack_bfloat, pack_floats, pack_indices, unpack_bfloat, unpack_indices
+from ..entries import Layout, pack_bfloat, pack_floats, pack_indices, unpack_bfloat, unpack_indices
 from ..runtime.blocks import (
     SPARE,
     SUMS,
