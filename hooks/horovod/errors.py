@@ -13,7 +13,3 @@ class HorovodInternalError(RuntimeError):
 
 class HostsUpdatedInterrupt(RuntimeError):
     """Raised by an elastic state's `commit` and `check_host_updates`: the launcher is about to restart the workers."""
-
-
-def not_initialized() -> ValueError:
-    return ValueError("Horovod has not been initialized; use hvd.init().")

@@ -139,12 +139,10 @@ def _allreduce(
     tensors: Sequence[Tensor], kind: str, average: bool | None, name: str | None, compression: Any, op: int | None,
     prescale: float, postscale: float, process_set: ProcessSet,
 ) -> list[Tensor]:  # fmt: skip
-    op, codec = reduction(op, average), codec_of(compression)
-
-    def reduce(tensors: Sequence[Tensor]) -> Any:
-        return autograd.allreduce(tensors, kind, name, process_set, op, prescale, postscale, codec)
-
-    return _compressed(compression, tensors, reduce) if codec is None else list(reduce(tensors))
+    arguments, codec = (kind, name, process_set, reduction(op, average), prescale, postscale), codec_of(compression)
+    if codec is not None:
+        return list(autograd.allreduce(tensors, *arguments, codec))
+    return _compressed(compression, tensors, autograd.allreduce, *arguments)
 
 
 @untraced
@@ -192,9 +190,11 @@ def sparse_allreduce_async(
     return functools.partial(synchronize, submit(sparse_operation(key, tensor, reduction(op, None)), first))
 
 
-def _compressed(compression: Any, tensors: Sequence[Tensor], reduce: Callable[..., Any]) -> list[Tensor]:
+def _compressed(
+    compression: Any, tensors: Sequence[Tensor], reduce: Callable[..., Any], *arguments: Any
+) -> list[Tensor]:
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = reduce([tensor for tensor, _ in pairs])
+    reduced = reduce([tensor for tensor, _ in pairs], *arguments)
     return [compression.decompress(t, context) for t, (_, context) in zip(reduced, pairs, strict=True)]
 
 
@@ -342,12 +342,8 @@ def _scatter(
 ) -> list[Tensor]:  # fmt: skip
     if codec_of(compression) is not None:
         raise ValueError(f"{kind} cannot use {compression}: use Compression.none, .fp16 or .bf16, or allreduce")
-    op = reduction(op, None)
-
-    def reduce(tensors: Sequence[Tensor]) -> Any:
-        return autograd.reducescatter(tensors, kind, name, process_set, op, prescale, postscale)
-
-    return _compressed(compression, tensors, reduce)
+    arguments = kind, name, process_set, reduction(op, None), prescale, postscale
+    return _compressed(compression, tensors, autograd.reducescatter, *arguments)
 
 
 # -- waiting for the others --------------------------------------------------------------------------------------------

@@ -26,9 +26,7 @@ def adasum(tensor: Tensor, channel: Channel) -> Tensor:
         lower = channel.rank < peer
         kept, given = (piece[:middle], piece[middle:]) if lower else (piece[middle:], piece[:middle])
         other = torch.empty_like(kept)
-        # An empty message would be none at all.
-        channel.send_receive(_padded(given), (other_padded := _padded(other)), peer, distance)
-        other.copy_(other_padded[: other.numel()])
+        channel.swap(given, other, peer)
         first, second = (kept, other) if lower else (other, kept)
         products = torch.stack([first.double() @ second.double(), _square(first), _square(second)])
         products = _sum_among(products, channel, 2 * distance)
@@ -39,18 +37,13 @@ def adasum(tensor: Tensor, channel: Channel) -> Tensor:
         distance //= 2
         peer = channel.rank ^ distance
         other = piece.new_empty(length)
-        channel.send_receive(_padded(piece), (other_padded := _padded(other)), peer, 1024 + distance)
-        other = other_padded[:length]
+        channel.swap(piece, other, peer)
         piece = torch.cat([piece, other] if lower else [other, piece])
     return piece
 
 
 def _square(x: Tensor) -> Tensor:
     return x.double() @ x.double()
-
-
-def _padded(x: Tensor) -> Tensor:
-    return torch.cat([x, x.new_zeros(1)])
 
 
 def _combine(a: Tensor, b: Tensor, products: Tensor) -> Tensor:
@@ -65,7 +58,7 @@ def _sum_among(values: Tensor, channel: Channel, size: int) -> Tensor:
     distance = 1
     while distance < size:
         other = torch.empty_like(values)
-        channel.send_receive(values, other, channel.rank ^ distance, 2048 + size + distance)
+        channel.swap(values, other, channel.rank ^ distance)
         values = values + other
         distance *= 2
     return values

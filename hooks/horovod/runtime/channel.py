@@ -73,34 +73,28 @@ class Channel:
 
     def all_gather(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
         """The ranks' tensors, end to end along the first dimension, of which rank r has `rows[r]`."""
-        row = tensor[:1].numel() if len(tensor) else tensor.new_empty((1, *tensor.shape[1:])).numel()
-        longest = max(rows)
-        if longest * row == 0:
-            return tensor.new_empty((sum(rows), *tensor.shape[1:]))
-        sent = tensor if rows[self.rank] == longest else tensor.new_zeros((longest, *tensor.shape[1:]))
-        if sent is not tensor:
-            sent[: len(tensor)] = tensor
-        received = tensor.new_empty((self.size * longest, *tensor.shape[1:]))
-        row_bytes = as_bytes(sent.contiguous())
-        self._run(as_bytes(received), lambda backend, flat: backend._allgather_base(flat, row_bytes.to(flat.device)))
-        if all(count == longest for count in rows):
-            return received
-        return torch.cat([part[:count] for part, count in zip(received.split(longest), rows, strict=True)])
+        result = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        mine, sizes = as_bytes(tensor.contiguous()), _bytes_of(rows, tensor)
+        if result.numel():
+            self._run(
+                as_bytes(result), lambda _, flat: self.group(flat.device).all_gather_v(flat, mine.to(flat), sizes)
+            )
+        return result
 
     def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Rank r gets the next `sent[r]` rows; from rank r come `received[r]`."""
-        row = tensor.new_empty((1, *tensor.shape[1:])).numel() * tensor.element_size()
         result = tensor.new_empty((sum(received), *tensor.shape[1:]))
-        rows = as_bytes(tensor.contiguous())
-        out, into = [row * count for count in sent], [row * count for count in received]
-        self._run(as_bytes(result), lambda backend, flat: backend.alltoall_base(flat, rows.to(flat.device), into, out))
+        mine, into, out = as_bytes(tensor.contiguous()), _bytes_of(received, tensor), _bytes_of(sent, tensor)
+        self._run(
+            as_bytes(result), lambda _, flat: self.group(flat.device).all_to_all_v(flat, mine.to(flat), into, out)
+        )
         return result
 
-    def send_receive(self, sent: Tensor, received: Tensor, peer: int, tag: int) -> None:
+    def swap(self, sent: Tensor, received: Tensor, peer: int) -> None:
         """Swap CPU tensors with one member. Both call it at the same time."""
-        work = self._gloo.send([sent], peer, tag)
-        self._gloo.recv([received], peer, tag).wait()
-        work.wait()
+        give, take = ([sent.new_empty(0)] * self.size for _ in range(2))
+        give[peer], take[peer] = sent, received
+        self.group(sent.device).pairwise(take, give).wait()
 
     def barrier(self, seconds: float) -> None:
         """Wait for all ranks, at most so long. Raises RuntimeError if one does not come."""
@@ -142,6 +136,11 @@ class Channel:
             flat.copy_(host)
         else:
             start(backend, flat).wait()
+
+
+def _bytes_of(rows: Sequence[int], like: Tensor) -> list[int]:
+    row = like.new_empty((1, *like.shape[1:])).nbytes
+    return [row * count for count in rows]
 
 
 def is_plain(tensor: Tensor) -> bool:

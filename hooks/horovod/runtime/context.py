@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import not_initialized
 from . import launch
 from .engine import Engine
 from .timeline import Timeline
@@ -31,7 +30,7 @@ def engine() -> Engine:
         ValueError: before `init`, or after `shutdown`.
     """
     if _engine is None:
-        raise not_initialized()
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _engine
 
 

@@ -51,9 +51,10 @@ class Timeline:
         with self._lock:
             if self._file is None:
                 return
-            named = [] if row in self._rows else [{"name": "thread_name", "ph": "M", "args": {"name": row}}]
+            named: dict[str, object] = {"name": "thread_name", "ph": "M", "args": {"name": row}}
+            new = row not in self._rows
             number = self._rows.setdefault(row, len(self._rows) + 1)
-            for each in [*named, event]:
+            for each in [named, event] if new else [event]:
                 self._file.write(self._separator + json.dumps({**each, "pid": 0, "tid": number}))
                 self._separator = ",\n"
             self._file.flush()
