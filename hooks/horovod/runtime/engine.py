@@ -150,7 +150,6 @@ class Engine:
         # What an earlier start of the same job has left in the store must not be taken for this one's.
         self._store = dist.PrefixStore(answer["session"], store)
         self._channels = {0: Channel(dist.PrefixStore("0", self._store), range(size), rank)}
-        self._members = {0: tuple(range(size))}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name="gradwire-listener", daemon=True)
         self._executor = threading.Thread(target=self._execute, name="gradwire-executor", daemon=True)
@@ -179,7 +178,7 @@ class Engine:
         if operation.device.type == "cuda":
             self.device = operation.device
         pending = Pending(operation)
-        if operation.set_id not in self._members:  # another thread has removed it since this one looked
+        if operation.set_id not in self._channels:  # another thread has removed it since this one looked
             raise ValueError(f"{operation.key}: process set {operation.set_id} has been removed")
         with self._lock:
             if self._stopped is not None:
@@ -205,16 +204,14 @@ class Engine:
 
     def members(self, set_id: int) -> tuple[int, ...]:
         """The global ranks of a process set that this rank is in."""
-        return self._members[set_id]
+        return self._channels[set_id].ranks
 
     def add_channel(self, set_id: int, ranks: Sequence[int]) -> None:
         """Connect the ranks of a new process set. Called by the executor, on every rank of the set at once."""
-        self._members[set_id] = tuple(ranks)
         self._channels[set_id] = Channel(dist.PrefixStore(str(set_id), self._store), ranks, self.rank)
 
     def remove_channel(self, set_id: int) -> None:
         """Disconnect a process set."""
-        self._members.pop(set_id, None)
         channel = self._channels.pop(set_id, None)
         if channel is not None:
             channel.close()
@@ -251,10 +248,6 @@ class Engine:
             self._fail(f"Horovod has been shut down: {why}")
         self._queue.put(None)
 
-    def _give_up(self, error: Exception) -> None:
-        self._fail(f"Horovod has been shut down: {type(error).__name__}: {error}")
-        self._connection.send({"failed": f"{type(error).__name__}: {error}"})
-
     @torch.no_grad()
     def _execute(self) -> None:
         failed = True
@@ -269,13 +262,14 @@ class Engine:
             try:
                 self._run(message)
             except Exception as error:
-                self._give_up(error)
+                why = f"{type(error).__name__}: {error}"
+                self._fail(f"Horovod has been shut down: {why}")
+                self._connection.send({"failed": why})
                 break
         self.states.disconnect()
         # Ranks that wait for this one inside of a collective are woken by this.
         for channel in self._channels.values():
             channel.close(failed)
-        self._channels.clear()
 
     def _run(self, message: dict[str, Any]) -> None:
         if self._stopped is not None:
