@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
+from torch import Tensor
 
 from .kernels import Kernels, MomentumInput, MomentumKernels, TrackingKernels, VectorKernels, Workspace
 from .low_precision import LowPrecisionKernels, LowPrecisionVector, ScratchPool
@@ -32,6 +33,7 @@ __all__ = [
     "TrackingKernels",
     "VectorKernels",
     "Workspace",
+    "all_finite",
     "backend_for",
     "backend_kernels",
     "backend_names",
@@ -133,6 +135,13 @@ def generic_sparse(backend: Backend) -> GenericSparseKernels:
 def entries_for(device: torch.device) -> EntryKernels:
     """The kernels that pack and merge entries on `device`. Raises as `backend_for` does."""
     return backend_for(device).entries
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """True if every element is finite: bool []."""
+    if x.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    return backend_for(x.device).vectors.all_finite(x)
 
 
 def low_precision_vector(

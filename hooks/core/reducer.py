@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...compress.backends import all_finite
 from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import layout_numel
 from ..auto.controller import Controller
@@ -16,7 +17,6 @@ from ..auto.planner import REPLAN_INTERVAL, Choice, Plan
 from ..comm.ports import Stages, drive, saved_by
 from ..comm.readback import Readback
 from ..comm.tasks import Clock
-from ..exchanges import all_finite
 from ..timeouts import HANDSHAKE_TIMEOUT
 from ..training.grad_scaler import ScalerSync, Scaling
 from .bucket import Bucket, clock

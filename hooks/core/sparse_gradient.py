@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ...compress.backends import all_finite
 from ..comm.entry_exchange import Entries, EntryExchanger, bounds_of, range_samples, used
 from ..comm.group import Group
 from ..comm.ports import Port, Stages
 from ..comm.tasks import Clock
-from ..exchanges import all_finite
 from ..network.cost import Calibration, Shape, expected_union
 from ..sparse.all_reduce import total
 from ..sparse.costs import choose

@@ -7,7 +7,7 @@ To add one, derive from `Exchange` and call `register`.
 from __future__ import annotations
 
 from ...compress.codec import Codec
-from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+from .base import BucketSpec, Exchange, ExchangeArgs
 from .dense import Dense
 from .gather import Gather
 from .hierarchical import Hierarchical
@@ -32,7 +32,6 @@ __all__ = [
     "NonZeroBlocks",
     "ReduceScatter",
     "TwoPass",
-    "all_finite",
     "possible",
     "register",
     "serving",

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...compress.backends import backend_for
 from ...compress.codec import Codec
 from ...compress.codecs.cast import Identity
 from ...compress.feedback.base import FeedbackState
@@ -20,13 +19,6 @@ from ..comm.ports import Port, Stages
 from ..network.cost import Calibration, CodecSpeed, Estimate
 
 IDENTITY = Identity()
-
-
-def all_finite(x: Tensor) -> Tensor:
-    """True if every element is finite: bool []."""
-    if x.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    return backend_for(x.device).vectors.all_finite(x)
 
 
 @dataclass(frozen=True)

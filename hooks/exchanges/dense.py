@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...compress.backends import all_finite
 from ...compress.codec import Codec
 from ..comm.group import Group
 from ..comm.ports import Stages
 from ..network.cost import GLOO_COLLECTIVES, Calibration, Estimate
-from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+from .base import BucketSpec, Exchange, ExchangeArgs
 from .non_zero_blocks import elements_of_blocks
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...compress.backends import all_finite
 from ...compress.backends.sparse import Pieces
 from ...compress.codec import Codec
 from ...compress.feedback.base import FeedbackState
@@ -20,7 +21,7 @@ from ..comm.entry_exchange import Entries, EntryExchanger, fill
 from ..comm.group import Group
 from ..comm.ports import Stages, Work
 from ..network.cost import Calibration, Estimate, Shape, expected_union
-from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+from .base import BucketSpec, Exchange, ExchangeArgs
 
 
 def entries_of(what: BucketSpec) -> Shape:

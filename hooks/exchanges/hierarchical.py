@@ -8,13 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...compress.backends import all_finite
 from ...compress.codec import Codec
 from ...compress.feedback.residual import NOTHING
 from ...compress.formats.layout import OwnedSlice, Packing
 from ..comm.group import Group
 from ..comm.ports import Collective, Port, Stages
 from ..network.cost import HIERARCHICAL, Estimate, Nodes
-from .base import IDENTITY, BucketSpec, Exchange, ExchangeArgs, all_finite
+from .base import IDENTITY, BucketSpec, Exchange, ExchangeArgs
 
 
 class Hierarchical(Exchange):

@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...compress.backends import all_finite
 from ...compress.backends.kernels import divide
 from ...compress.codec import Codec
 from ...compress.codecs.cast import Identity
 from ..comm.group import Group
 from ..comm.ports import Stages, Work
 from ..network.cost import Calibration, Estimate
-from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+from .base import BucketSpec, Exchange, ExchangeArgs
 from .reduce_scatter import ReduceScatter
 
 BLOCK = 256

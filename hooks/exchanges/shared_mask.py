@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...compress.backends import Kernels, Workspace, backend_for, entries_for
+from ...compress.backends import Kernels, Workspace, all_finite, backend_for, entries_for
 from ...compress.backends.kernels import divide
 from ...compress.backends.places import sound_places, write_at
 from ...compress.codec import Codec
@@ -19,7 +19,7 @@ from ...compress.formats.wire import Field, Part
 from ..comm.group import Group
 from ..comm.ports import Port, Stages
 from ..network.cost import Calibration, Estimate
-from .base import BucketSpec, Exchange, ExchangeArgs, all_finite
+from .base import BucketSpec, Exchange, ExchangeArgs
 from .reduce_scatter import ReduceScatter
 
 

@@ -11,8 +11,7 @@ from ..comm import handshake
 from ..core.front import BackwardFront
 from ..training.optimizer_checks import expect_optimizer
 from .checkpoint import ShardedCheckpoint
-from .manual import ByHand
-from .torch_internals import Shards
+from .torch_internals import ByHand, Shards
 
 
 class ShardedFront(BackwardFront):

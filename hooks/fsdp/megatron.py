@@ -20,26 +20,7 @@ from ..comm.group import Group
 from ..comm.ports import Work
 from ..comm.untraced import untraced
 from ..exchanges import ExchangeArgs, ReduceScatter
-
-
-def times_mean(op: Any, ranks: int, factor: float | None = None) -> float:
-    """The factor from the mean to the result of a reduction.
-
-    Args:
-        factor: PREMUL_SUM's, where torch is too old to tell.
-
-    Raises:
-        ValueError: `op` is neither a sum nor a mean.
-    """
-    op = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
-    if op == dist.ReduceOp.AVG:
-        return 1.0
-    if op == dist.ReduceOp.SUM:
-        return float(ranks)
-    factor = getattr(op, "factor", factor)
-    if op == dist.ReduceOp.PREMUL_SUM and isinstance(factor, float):
-        return ranks * factor
-    raise ValueError(f"op={op}: a compressed reduce-scatter takes SUM, AVG, and PREMUL_SUM by a number")
+from ..exchanges.reduce_scatter import times_mean
 
 
 def compressed_reduce_scatter(

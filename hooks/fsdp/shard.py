@@ -23,12 +23,11 @@ from ..core.reducer import Step
 from ..core.report import report, tell
 from ..core.session import Session
 from ..core.statistics import Statistics
-from .arithmetic import divide_factor, post_divide
+from ..exchanges.reduce_scatter import times_mean
 from .front import ShardedFront
-from .megatron import times_mean
 from .options import ScatterOptions
 from .shard_rows import Unsharded
-from .torch_internals import Shards, find_shards
+from .torch_internals import Shards, divide_factor, find_shards, post_divide
 
 UNEQUAL = (
     "gradwire: the ranks reduced gradients of different parameters, or at different steps: let all use the same "

@@ -21,8 +21,7 @@ from ..comm.group import Group
 from ..comm.ports import Stages, Work
 from ..comm.tasks import Clock
 from ..exchanges import SCATTERS, ExchangeArgs, ReduceScatter
-from .arithmetic import divide_factor, only_sums, post_divide
-from .torch_internals import Shards
+from .torch_internals import Shards, divide_factor, only_sums, post_divide
 
 
 class Unsharded:

@@ -108,9 +108,9 @@ def trainable(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
 def thawed(model: nn.Module, known: Iterable[Tensor]) -> str | None:
     """The error message if a parameter requires gradients that is none of the exchanged ones, else None."""
     ids = {id(p) for p in known}
-    name = next((name for name, p in named_trainable(model) if id(p) not in ids), None)
-    if name is None:
+    if all(id(p) in ids for p in model.parameters() if p.requires_grad and p.numel()):
         return None
+    name = next(name for name, p in named_trainable(model) if id(p) not in ids)
     return (
         f"parameter {name!r} requires gradients, and is none of those that did when LocalUpdates was made, which are "
         "exchanged: unfreeze it before; or let it require none, synchronise(), unfreeze it, and make another "

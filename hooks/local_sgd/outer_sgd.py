@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...compress.backends import backend_for
+from ...compress.backends import all_finite, backend_for
 from ...compress.feedback.base import Feedback
 from ...compress.feedback.lead import Lead
 from ...compress.formats.layout import Layout, Slot, end_to_end
 from ..core.bucket import Bucket
 from ..core.reducer import Step
-from ..exchanges import all_finite
 
 P = TypeVar("P", bound=Tensor)
 

@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from gradwire.compress.backends import MomentumKernels, TrackingKernels, VectorKernels, _backend
+from gradwire.compress.backends import MomentumKernels, TrackingKernels, VectorKernels, _backend, all_finite
 from gradwire.compress.backends.cpu.runtime import threads
 from gradwire.compress.codec import DTYPES
-from gradwire.hooks.exchanges import all_finite
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import ALL_BACKENDS, KINDS, device_of, gradient, same

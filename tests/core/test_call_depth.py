@@ -159,11 +159,11 @@ def test_a_bucket_s_way_is_short(ranks: Ranks, codec: Codec, exchange: str, most
         (ddp_step, OneBit(), "two_pass", 20),
         (ddp_step, TOPK, "gather", 21),
         (ddp_step, TOPK, "split", 24),
-        (sharded_step, OneBit(), "two_pass", 23),
-        (sharded_step, TOPK, "gather", 24),
-        (sharded_step, OneBit(), "scatter", 25),
-        (local_round, OneBit(), "two_pass", 31),
-        (local_round, TOPK, "gather", 32),
+        (sharded_step, OneBit(), "two_pass", 21),
+        (sharded_step, TOPK, "gather", 22),
+        (sharded_step, OneBit(), "scatter", 22),
+        (local_round, OneBit(), "two_pass", 29),
+        (local_round, TOPK, "gather", 30),
     ],
 )
 def test_a_step_is_short(ranks: Ranks, front: Callable[..., Trained], codec: Codec, exchange: str, most: int) -> None:

@@ -44,8 +44,7 @@ from gradwire import (
 )
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.exchanges import possible
-from gradwire.hooks.fsdp.arithmetic import post_divide
-from gradwire.hooks.fsdp.torch_internals import check_group, fsdp_modules
+from gradwire.hooks.fsdp.torch_internals import check_group, fsdp_modules, post_divide
 from hypothesis import strategies as st
 from lacking import GIVES_ZEROS, RESETS, needs_reduce_scatter, needs_reset
 from ranks import on_ranks

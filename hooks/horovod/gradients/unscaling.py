@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ...exchanges.base import all_finite
+from ....compress.backends import all_finite
 from ...training.grad_scaler import LossScale
 from ...training.living import living
 
