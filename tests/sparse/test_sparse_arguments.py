@@ -35,6 +35,7 @@ class Unspeakable:
         raise RuntimeError("no words")
 
 
+SOUND: dict[str, Any] = {"indices": torch.tensor([1, 4, 7]), "values": torch.ones(3), "numel": 10}
 #: What rank 1 may hand in instead, and what every rank is told then.
 FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "beyond": (lambda: {"indices": torch.tensor([1, 4, 10])}, ["rank 1: index 10 is out of range"]),
@@ -43,6 +44,9 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
     "unsorted": (lambda: {"indices": torch.tensor([4, 1, 7])}, ["rank 1", "position 1", "sort them"]),
     "duplicate": (lambda: {"indices": torch.tensor([1, 4, 4])}, ["rank 1", "position 2", "coalesce"]),
     "lengths": (lambda: {"values": torch.ones(2)}, ["rank 1: 3 indices", "2 values"]),
+    "no row": (lambda: {"values": torch.ones(3, 0)}, ["rank 1: values must be"]),
+    "float64": (lambda: {"values": torch.ones(3).double()}, ["rank 1: values must be", "float64"]),
+    "row": (lambda: {"values": torch.ones(3, 11)}, ["disagree on "]),
     "kind": (lambda: {"indices": torch.ones(3)}, ["rank 1: indices must be", "torch.float32"]),
     "no tensor": (lambda: {"values": [1.0, 2.0, 3.0]}, ["rank 1: values must be", "a list"]),
     "cube": (lambda: {"values": torch.ones(3, 1, 1)}, ["rank 1: values must be", "(3, 1, 1)"]),
@@ -76,9 +80,7 @@ FAULTS: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
 
 def refused(rank: int, fault: str) -> str:
     """Rank 1 hands in something wrong; what every rank is told."""
-    arguments: dict[str, Any] = {"indices": torch.tensor([1, 4, 7]), "values": torch.ones(3), "numel": 10}
-    if rank == 1:
-        arguments |= FAULTS[fault][0]()
+    arguments = SOUND | (FAULTS[fault][0]() if rank == 1 else {})
     try:
         sparse_all_reduce(**arguments)
     except Exception as error:

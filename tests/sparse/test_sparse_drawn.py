@@ -23,12 +23,14 @@ from gradwire.hooks.sparse.validation import ALGORITHMS
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
+from test_sparse_arguments import FAULTS, SOUND
 from torch import Tensor
 from training import pretend
 
 Ranks = Callable[[int], Pool]
 
-PATTERNS = ("none", "few", "some", "all", "the first", "the last", "as others")
+PATTERNS = ("none", "few", "some", "all", "the first", "the last", "both ends", "a stretch", "by turns", "as others")
+ENDS = {"the first": [0], "the last": [1], "both ends": [0, 1]}
 INDEX_LAYOUTS = ("plain", "a column", "from the middle")
 VALUE_LAYOUTS = (*INDEX_LAYOUTS, "one number", "negated")
 NUMBERS = ("normal", "wide", "not finite", "zeros")
@@ -54,7 +56,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Call:
-    """A call on as many ranks as there are sides. `fault`: a rank, and what it does wrong."""
+    """A call on as many ranks as there are sides. `fault`: of `test_sparse_arguments`, made by the second rank."""
 
     numel: int
     dtype: str
@@ -62,40 +64,10 @@ class Call:
     algorithm: str
     beta: float
     sides: tuple[Side, ...]
-    fault: tuple[int, str] | None = None
+    fault: str | None = None
     seed: int = 0
     #: () where values are numbers, (n,) where they are rows of n.
     row: tuple[int, ...] = ()
-
-
-#: What a rank may do wrong, as arguments that it gives instead, and what is said of it.
-FAULTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
-    "twice": (lambda _: {"out": None, "indices": torch.tensor([0, 0]), "values": torch.ones(2)}, "ascending"),
-    "beyond": (lambda a: {"out": None, "indices": torch.tensor([a["numel"]]), "values": torch.ones(1)}, "out of range"),
-    "negative": (lambda _: {"out": None, "indices": torch.tensor([-1]), "values": torch.ones(1)}, "out of range"),
-    "one value more": (lambda a: {"values": torch.ones(len(a["indices"]) + 1)}, "one for each"),
-    "float64": (lambda a: {"values": a["values"].double()}, "values must be"),
-    "meta": (lambda a: {"values": a["values"].to("meta")}, "values must be"),
-    "cube": (lambda a: {"values": a["values"][:, None, None]}, "values must be"),
-    "no row": (lambda a: {"values": a["values"].new_zeros(len(a["indices"]), 0)}, "values must be"),
-    "other row": (lambda a: {"values": torch.ones(len(a["indices"]), 11), "out": None}, "disagree on "),
-    "sparse": (lambda a: {"indices": torch.eye(2, dtype=torch.int64).to_sparse()}, "indices must be"),
-    "nothing": (lambda _: {"indices": None}, "indices must be"),
-    "other numel": (lambda a: {"numel": a["numel"] + 1, "out": None}, "disagree on numel"),
-    "other op": (lambda a: {"op": "sum" if a["op"] == "mean" else "mean"}, "disagree on op"),
-    "unknown op": (lambda _: {"op": ["mean"]}, "op=['mean']"),
-    "other algorithm": (
-        lambda a: {"algorithm": "gather" if a["algorithm"] != "gather" else "union"},
-        "disagree on algo",
-    ),
-    "other dtype": (
-        lambda a: {"values": a["values"].to(torch.bfloat16 if a["values"].dtype != torch.bfloat16 else torch.float16)},
-        "disagree on dtype",
-    ),
-    "meta out": (lambda a: {"out": torch.zeros(a["numel"], device="meta")}, "out must be"),
-    "short out": (lambda a: {"out": torch.zeros(a["numel"] - 1)}, "out must be"),
-    "out of one address": (lambda a: {"numel": 7, "out": torch.zeros(1).expand(7)}, ""),
-}
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -128,8 +100,13 @@ def entries(call: Call, rank: int) -> tuple[Tensor, Tensor]:
     side, numel = call.sides[rank], call.numel
     shared, own = (torch.Generator().manual_seed(1000 * call.seed + s) for s in (999, rank))
     share = {"none": 0.0, "few": 0.01, "all": 1.0}.get(side.pattern, 0.3)
-    if side.pattern in ("the first", "the last"):
-        indices = torch.tensor([0 if side.pattern == "the first" else numel - 1])
+    if side.pattern in ENDS:
+        indices = torch.tensor(ENDS[side.pattern]).mul(numel - 1).unique()
+    elif side.pattern == "by turns":
+        indices = torch.arange(min(rank, numel), numel, len(call.sides))
+    elif side.pattern == "a stretch":
+        start = int(torch.randint(numel, (1,), generator=shared))
+        indices = torch.arange(start, min(numel, start + 1 + numel // 50 * (1 + rank)))
     else:
         drawn = torch.rand(numel, generator=shared if side.pattern == "as others" else own)
         indices = (drawn < share).nonzero().view(-1)
@@ -170,8 +147,8 @@ def arguments(call: Call, rank: int) -> dict[str, Any]:
         "algorithm": call.algorithm,
         "out": out,
     }
-    if call.fault is not None and call.fault[0] == rank:
-        found |= FAULTS[call.fault[1]][0](found)
+    if call.fault is not None and rank == 1:
+        found = SOUND | FAULTS[call.fault][0]()
     return found
 
 
@@ -189,13 +166,14 @@ def reference(call: Call) -> tuple[Tensor, Tensor]:
 def perform(rank: int, call: Call) -> tuple[str, str, str]:
     """An error's text, or the result's type and its bits."""
     given, mode = arguments(call, rank), call.sides[rank].mode
-    out, before = given["out"], None if given["out"] is None else given["out"].detach().clone()
+    out = given.get("out") if call.fault is None or rank != 1 else None
+    before = None if out is None else out.detach().clone()
     real, probe.calibration = probe.calibration, pretend(call.beta)
     try:
         with torch.no_grad() if mode == "no grad" else torch.inference_mode(mode == "inference"):
             result = sparse_all_reduce(**given)
     except (TypeError, ValueError) as error:
-        assert out is None or out.is_meta or same(out.detach(), before)
+        assert out is None or same(out.detach(), before)
         return f"{type(error).__name__}: {error}", "", ""
     finally:
         probe.calibration = real
@@ -258,8 +236,9 @@ sides = st.builds(
 
 @st.composite
 def calls(draw: st.DrawFn, world_size: int) -> Call:
-    rank, fault = st.integers(0, world_size - 1), st.sampled_from(tuple(FAULTS))
-    faulty = draw(st.integers(0, 3)) == 3
+    if world_size > 1 and draw(st.integers(0, 3)) == 3:
+        faulty = tuple(Side() if rank == 1 else draw(sides) for rank in range(world_size))
+        return Call(10, "float32", "mean", "auto", 1e-9, faulty, draw(st.sampled_from(tuple(FAULTS))))
     return Call(
         numel=draw(st.one_of(st.integers(1, 40), st.integers(1, 5000), st.sampled_from([1 << 17, 1 << 20]))),
         row=draw(st.sampled_from([(), (), (1,), (7,)])),
@@ -268,12 +247,13 @@ def calls(draw: st.DrawFn, world_size: int) -> Call:
         algorithm=draw(st.sampled_from(("auto", *ALGORITHMS))),
         beta=draw(st.sampled_from([1e-11, 1e-9, 1e-7])),
         sides=tuple(draw(st.lists(sides, min_size=world_size, max_size=world_size))),
-        fault=draw(st.tuples(rank, fault)) if faulty else None,
         seed=draw(st.integers(0, 99)),
     )
 
 
-sequences = st.integers(2, 4).flatmap(lambda world_size: st.lists(calls(world_size), min_size=1, max_size=3))
+sequences = st.sampled_from([1, 2, 2, 3, 4, 8]).flatmap(
+    lambda world_size: st.lists(calls(world_size), min_size=1, max_size=3)
+)
 
 
 def law(ranks: Ranks, sequence: list[Call]) -> None:
@@ -286,9 +266,7 @@ def law(ranks: Ranks, sequence: list[Call]) -> None:
         if call.fault is None:
             assert not error
         else:
-            rank, fault = call.fault
-            assert FAULTS[fault][1] in error
-            assert f"rank {rank}" in error or "disagree" in error
+            assert all(word in error for word in FAULTS[call.fault][1])
         bits = {(dtype, digest) for _, dtype, digest in found}
         assert len(bits) == len({dtype for dtype, _ in bits}), "ranks differ"
 
@@ -310,8 +288,24 @@ EACH = [
 ]
 
 
+def some_of_eight(pattern: str) -> tuple[Side, ...]:
+    numbers = {1: "not finite"}
+    return tuple(Side(pattern if rank % 3 else "none", numbers=numbers.get(rank, "normal")) for rank in range(8))
+
+
+#: Each pattern by every algorithm, on some of eight ranks, of which one has numbers that are not finite; and on one.
+PLACES = [
+    Call(numel, "float32", "mean", algorithm, 1e-9, some_of_eight(pattern))
+    for algorithm in ALGORITHMS
+    for numel, pattern in ((1, "all"), *((5003, pattern) for pattern in PATTERNS))
+]
+ALONE = [Call(40, "float32", "sum", algorithm, 1e-9, (Side(),)) for algorithm in ALGORITHMS]
+
+
 @settings(drawn, max_examples=14)
 @example(sequence=EACH)
+@example(sequence=PLACES)
+@example(sequence=ALONE)
 @given(sequence=sequences)
 def test_any_calls(ranks: Ranks, sequence: list[Call]) -> None:
     law(ranks, sequence)
