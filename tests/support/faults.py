@@ -23,13 +23,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, CompressState, OneBit, TopK, compress_hook
+from gradwire import QSGD, OneBit, TopK
 from gradwire.hooks.auto.trial import PLANNED, Trial
 from gradwire.hooks.comm import group, threads
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.network import cost, probe
-from torch.nn.parallel import DistributedDataParallel
-from training import batch, digest, mean_residuals, perceptron, pretend, residuals_of, wrap
+from training import Ledger, digest, perceptron, pretend, residuals_of, train, wrap
 
 #: Seconds that ranks wait for each other: of the process group, and when a state is made.
 TIMEOUT, MEETING = 20.0, 20.0
@@ -227,7 +226,7 @@ def trained(
                 state.load_state_dict(saved["state"])
             for step in range(first, last):
                 points.enter(FIRST_STEP + step)
-                train_step(rank, model, step)
+                train(rank, model, range(step, step + 1))
                 saved = {"model": model.module.state_dict(), "state": state.state_dict()}
                 file = checkpoint(Path(folder), step + 1, rank)
                 torch.save(saved, file.with_suffix(".part"))
@@ -236,14 +235,6 @@ def trained(
     except Exception as error:
         print(json.dumps({"failed": str(error), "at": time.monotonic()}), flush=True)
         raise
-
-
-def train_step(rank: int, model: Any, step: int) -> None:
-    model.zero_grad()
-    model(batch(rank, step, model.module)).square().mean().backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.01 * parameter.grad
 
 
 def saved_digest(folder: Path, step: int) -> list[str]:
@@ -288,7 +279,7 @@ def ended(rank: int, store: str, way: str, exchange: str) -> None:
             raise Raised(way)
         if step == 2 and rank == 1 and way == "alone":
             raise Raised(way)
-        train_step(rank, model, step)
+        train(rank, model, range(step, step + 1))
     if way == "close":
         state.close()
     if way in ("destroy", "close"):
@@ -315,8 +306,7 @@ def stuck(rank: int, store: str, exchange: str) -> None:
     """Rank 0 raises in backward while it waits for rank 1, which goes away while rank 0's interpreter ends."""
     meet(rank, store, 2)
     model, state = wrap(perceptron(), TopK(density=0.1), exchange=exchange)
-    train_step(rank, model, 0)
-    train_step(rank, model, 1)
+    train(rank, model, range(2))
     if rank == 1:
         deadline = time.monotonic() + 60
         while not Path(store + ".ends").exists() and time.monotonic() < deadline:
@@ -328,7 +318,7 @@ def stuck(rank: int, store: str, exchange: str) -> None:
     del late
     model.module[2].register_full_backward_hook(fail)
     threads.STOP_SECONDS = 0.2
-    train_step(rank, model, 2)
+    train(rank, model, range(2, 3))
 
 
 class Slow:
@@ -358,19 +348,10 @@ def long_run(rank: int, store: str, steps: int, layers: int, samples: int, seed:
         if delays.random() < chance:
             time.sleep(delays.expovariate(1 / 0.003))
 
-    model = DistributedDataParallel(perceptron(layers=layers), bucket_cap_mb=0.01)
-    state = CompressState(model, TopK(density=0.1), exchange="union", fallback=None)
-    wanted = {p: torch.zeros(p.shape, dtype=torch.float64) for p in model.parameters()}
-    applied = {p: torch.zeros(p.shape, dtype=torch.float64) for p in wanted}
-
-    def late(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            wanted[parameter] += gradient
-        delay(0.1)
-        return compress_hook(state, bucket)
-
-    model.register_comm_hook(state, late)
-    readings: list[dict[str, int]] = []
+    model, state = wrap(perceptron(layers=layers), TopK(density=0.1), ddp={"bucket_cap_mb": 0.01}, exchange="union")
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: delay(0.1))
+    ledger, readings = Ledger(model.module), list[dict[str, int]]()
     with ExitStack() as stack:
         for name in ("all_gather", "all_reduce"):
             real = getattr(Group, name)
@@ -381,24 +362,13 @@ def long_run(rank: int, store: str, steps: int, layers: int, samples: int, seed:
 
             stack.enter_context(patch.object(Group, name, slow))
         for step in range(steps):
-            train_step(rank, model, step)
-            for parameter, total in applied.items():
-                assert parameter.grad is not None
-                total += parameter.grad
+            train(rank, model, range(step, step + 1), ledger)
             if (step + 1) % (steps // samples) == 0:
                 readings.append({"step": step + 1, **reading()})
-    residuals = mean_residuals(state)
-    off = size = 0.0
-    for name, parameter in model.module.named_parameters():
-        mean = wanted[parameter]
-        dist.all_reduce(mean)
-        mean /= 3
-        off += float((mean - applied[parameter] - residuals.get(name, torch.zeros(()))).square().sum())
-        size += float(mean.square().sum())
     result = {
         "readings": readings,
         "buckets": len(state.statistics().decisions),
-        "lost": (off / size) ** 0.5,
+        "lost": ledger.error(state),
         "replica": digest(model.parameters()),
     }
     state.close()
