@@ -24,7 +24,7 @@ CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 # The folders are the package `gradwire` only once they are installed, so mypy reads them through a link of that name.
 LINK := $(VENV)/mypy/gradwire
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
-HELPERS := examples/plugins:tests/support:tests/compress:tests/core:tests/cuda:tests/ddp:tests/exchanges:tests/horovod:tests/project:tests/sparse
+HELPERS := examples/plugins:tests/support:tests/compress:tests/core:tests/cuda:tests/ddp:tests/exchanges:tests/horovod:tests/project
 TYPED := $(addprefix $(LINK)/,__init__.py meet.py plugin.py benchmarks compress csrc hooks optim trainers) tests
 
 .PHONY: help demo test test-all soak drawn lint types docs matrix bench benchmarks gpu-report clean

@@ -23,7 +23,7 @@ from gradwire.hooks.comm.ports import Channels, Messages, PersistentMessage, dri
 from gradwire.hooks.comm.rendezvous import meeting_timeout
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 
 Ranks = Callable[[int], Pool]
 
@@ -106,14 +106,15 @@ def test_ranks_that_never_connect_say_so_alike(ranks: Ranks) -> None:
     assert ranks(2).run(connected_at_last, 0) == [(1, [0, 1])] * 2, "the next time all is well"
 
 
-def crossed(rank: int, seed: int) -> bool:
-    """Channels used in an order of each rank's own, posted ahead or not, and waited for in yet another."""
+@pytest.mark.parametrize("seed", range(3))
+@on_ranks(2, 3)
+def test_channels_do_not_mix(rank: int, seed: int) -> None:
+    """Used in an order of each rank's own, posted ahead or not, waited for in yet another; of the same name, too."""
     group, random = Group(dist.group.WORLD), Random(1000 * seed + rank)
     every, steps = range(5), 4
     rows = [torch.zeros(3 + number, dtype=torch.int64) for number in every]
     into = [torch.zeros(group.size, len(row), dtype=torch.int64) for row in rows]
     ports = [group.channel(f"{seed} {number % 2}").persistent_gather(into[number], rows[number]) for number in every]
-    right = True
     for step in range(steps):
         works = {}
         for number in random.sample(every, len(every)):
@@ -124,17 +125,9 @@ def crossed(rank: int, seed: int) -> bool:
         for number in random.sample(every, len(every)):
             works[number].wait()
             for other in range(group.size):
-                right &= bool((into[number][other] == 1000 * step + 10 * number + other).all())
+                assert bool((into[number][other] == 1000 * step + 10 * number + other).all())
             if random.random() < 0.5:
                 ports[number].post_receives()
-    return right
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("seed", range(3))
-def test_channels_do_not_mix(ranks: Ranks, world_size: int, seed: int) -> None:
-    """Even those of the same name, made one after the other."""
-    assert all(ranks(world_size).run(crossed, seed))
 
 
 class Disturbed:
@@ -256,8 +249,10 @@ def test_channels_have_tags_of_their_own() -> None:
     assert max(gloo.tags) < NEVER_SENT
 
 
-def announced_twice(rank: int) -> list[int]:
-    """Rank 1 hurries ahead: what rank 0 has received must stay until it asks for more. How many receives wait."""
+@on_ranks(2)
+def test_messages_are_announced_twice_ahead(rank: int) -> None:
+    """A step shorter than a latency would wait for the announcement of its own messages. Rank 1 hurries ahead: what
+    rank 0 has received must stay until it asks for more."""
     gc.collect()  # what others have left within a step keeps announcements back
     group = Group(dist.group.WORLD).channel("announced twice")
     rows, row = torch.zeros(2, 3), torch.zeros(3)
@@ -274,34 +269,20 @@ def announced_twice(rank: int) -> list[int]:
         time.sleep(0.1 * (1 - rank))  # meanwhile rank 1 sends the next
         assert rows[:, 0].tolist() == [10 * step, 10 * step + 1]
     dist.barrier()
-    return waiting
+    assert waiting == [2] * 6  # receives
 
 
-def test_messages_are_announced_twice_ahead(ranks: Callable[[int], Pool]) -> None:
-    """A step shorter than a latency would wait for the announcement of its own messages."""
-    assert ranks(2).run(announced_twice) == [[2] * 6] * 2
-
-
-def waited_twice(rank: int) -> list[str]:
-    """Errors of waits for a message that does not come in time."""
-    group, errors = Group.of_ranks([0, 1]), []
+@on_ranks(2)
+def test_a_second_wait_fails_like_the_first(rank: int) -> None:
+    group = Group.of_ranks([0, 1])
     group.timeout = timedelta(milliseconds=200)
     if rank == 0:
         never = group.channel("never")
         messages = Messages(never.receive([torch.zeros(0), torch.zeros(1)]), never, group.timeout)
         for _ in range(2):
-            try:
+            with pytest.raises(RuntimeError, match="rank 1"):
                 messages.wait()
-            except RuntimeError as error:
-                errors.append(str(error))
     dist.barrier()
-    return errors
-
-
-def test_a_second_wait_fails_like_the_first(ranks: Ranks) -> None:
-    first, second = ranks(2).run(waited_twice)[0]
-    assert "rank 1" in first
-    assert "rank 1" in second
 
 
 class Backend(Silent):
@@ -343,11 +324,9 @@ def test_torch_tells_it_of_its_own_backends(ranks: Ranks) -> None:
     assert all(hasattr(kind, "supports_coalescing") == tells for kind in kinds if kind is not None)
 
 
-def meeting_seconds(rank: int) -> list[float]:
+@on_ranks(2)
+def test_ranks_meet_for_as_long_as_a_group_that_allows_more(rank: int) -> None:
     """With a short timeout, with a long one, and with PyTorch's own."""
     timeouts = timedelta(seconds=9), timedelta(seconds=300), dist.constants.default_pg_timeout
-    return [meeting_timeout(dist.new_group(timeout=timeout)).total_seconds() for timeout in timeouts]
-
-
-def test_ranks_meet_for_as_long_as_a_group_that_allows_more(ranks: Ranks) -> None:
-    assert ranks(2).run(meeting_seconds) == [[60.0, 300.0, 60.0]] * 2
+    seconds = [meeting_timeout(dist.new_group(timeout=timeout)).total_seconds() for timeout in timeouts]
+    assert seconds == [60.0, 300.0, 60.0]

@@ -21,7 +21,7 @@ from gradwire.hooks.comm import topology as nodes
 from gradwire.hooks.comm.bruck_gather import Dissemination
 from gradwire.hooks.comm.group import DIRECT_RANKS, Group
 from gradwire.hooks.comm.handshake import compare
-from ranks import Pool
+from ranks import Pool, on_ranks
 from torch import Tensor
 from training import Ledger, batch, digest, perceptron, train, wrap
 
@@ -204,17 +204,18 @@ def test_states_give_their_connections_back(ranks: Ranks, given: bool) -> None:
         assert left <= 0
 
 
-def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[bool, bool, bool]]]:
-    """Two models in one backward pass, in a group that their states share: the largest error of a mean, and of each
-    state whether it knows that the group is shared, whether it has steps of nothing but collectives, and whether it
-    measures the network again when a rank says that it has changed."""
+@pytest.mark.parametrize("scales", [False, True], ids=["straight", "scaled"])
+@on_ranks(2)
+def test_states_that_share_a_group_begin_no_collectives_beside_each_other(rank: int, scales: bool) -> None:
+    """Two models in one backward pass, in a group that their states share. Of each state: whether it knows that the
+    group is shared, whether it has steps of nothing but collectives, and whether it measures the network again when a
+    rank says that it has changed."""
     group, mean = dist.new_group([0, 1]), Group.mean
     options: dict[str, Any] = {"exchange": "dense", "process_group": group}
     if scales:
         options["grad_scaler"] = torch.amp.GradScaler("cpu", init_scale=1.0)
     pairs = [wrap(perceptron(), OneBit(), **options) for _ in range(2)]
     connections = [state._reducer.session for _, state in pairs if state._reducer is not None]
-    error = 0.0
 
     def alone(group: Group, tensor: Tensor) -> Any:
         assert not group.shared, "a collective beside the other state's"
@@ -229,7 +230,7 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
             for parameter, grad in zip(parameters, wanted, strict=True):
                 dist.all_reduce(grad)
                 assert parameter.grad is not None
-                error = max(error, float((parameter.grad - grad / 2).norm() / grad.norm()))
+                assert float((parameter.grad - grad / 2).norm() / grad.norm()) < 1e-5
                 parameter.grad = None
     known = []
     for (_, state), connection in zip(pairs, connections, strict=True):
@@ -239,17 +240,11 @@ def dense_beside_each_other(rank: int, scales: bool) -> tuple[float, list[tuple[
         connection.compare(choice, past)
         known.append((connection.group.shared, connection.dense_group is not None, connection.drifted))
         state.close()
-    return error, known
+    assert known == [(False, not scales, True), (True, False, False)]
 
 
-@pytest.mark.parametrize("scales", [False, True], ids=["straight", "scaled"])
-def test_states_that_share_a_group_begin_no_collectives_beside_each_other(ranks: Ranks, scales: bool) -> None:
-    for error, known in ranks(2).run(dense_beside_each_other, scales):
-        assert error < 1e-5
-        assert known == [(False, not scales, True), (True, False, False)]
-
-
-def in_the_models_own(rank: int) -> str:
+@on_ranks(2, within=40)
+def test_the_models_own_group_may_be_given(rank: int) -> str:
     """DDP counts in its group who uses what while means of gradients are under way, which takes a while on rank 1."""
     model = perceptron()
     options: dict[str, Any] = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1.0), "exchange": "dense"}
@@ -273,23 +268,12 @@ def in_the_models_own(rank: int) -> str:
     return digest(p.grad for p in model.parameters())
 
 
-def test_the_models_own_group_may_be_given(ranks: Ranks) -> None:
-    first, second = ranks(2).run(in_the_models_own, within=40)
-    assert first == second
-
-
-def given_here(rank: int) -> str:
+@on_ranks(2)
+def test_a_group_that_one_rank_alone_was_given(rank: int) -> None:
     own = {"process_group": [dist.new_group([0, 1]), None][rank]}
-    try:
+    text = "ranks disagree on process_group: rank 0 has one of its own, rank 1 has none"
+    with pytest.raises(ValueError, match=text):
         wrap(perceptron(), OneBit(), exchange="gather", **own)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_group_that_one_rank_alone_was_given(ranks: Ranks) -> None:
-    for text in ranks(2).run(given_here):
-        assert "ranks disagree on process_group: rank 0 has one of its own, rank 1 has none" in text
 
 
 # -- nodes, over a backend that is not Gloo ----------------------------------------------------------------------------

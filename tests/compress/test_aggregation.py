@@ -7,14 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from gradwire import QSGD, Aggregate, ChunkedTopK, Codec, Identity, LocalUpdates, OneBit, Residual, TopK, Tracking
 from gradwire.compress.aggregation import Aggregation
 from gradwire.hooks.exchanges import possible
 from ranks import Pool, on_ranks
 from strategies import encode, gradient, parts_of, same
 from torch import Tensor
-from training import batch, digest, perceptron
+from training import all_ranks, batch, digest, perceptron
 
 Ranks = Callable[[int], Pool]
 
@@ -75,12 +74,6 @@ def sparse_loco(rank: int, codec: Codec, mean: Any, clip: Any) -> Any:
         plainly.append(float((wanted - usual).norm() / usual.norm()))
     updates.close()
     return max(off), min(plainly), digest(model.parameters())
-
-
-def all_ranks(x: Tensor) -> Tensor:
-    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, x.contiguous())
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("codec", [TopK(0.1), ChunkedTopK(k=16, chunk=256, values=torch.float32)], ids=str)

@@ -273,7 +273,7 @@ def trained(rank: int, strategy: Feedback, codec: Codec, exchange: str) -> tuple
     model = convnet()
     ddp, state = wrap(model, codec, exchange=exchange, error_feedback=strategy, warmup_steps=2)
     offs, digests, before = [], [], vectors_of(state)
-    for step in range(8):
+    for step in range(6):
         ledger = Ledger(model)
         digests += train(rank, ddp, range(step, step + 1), ledger)
         after, off, size = vectors_of(state), 0.0, 0.0

@@ -100,23 +100,21 @@ def test_one_rank_alone_leaves_nobody_waiting(dense: bool) -> None:
     assert "'0.weight' requires gradients" in results[1][1]
 
 
-def before_the_first_step(rank: int, late: bool) -> str:
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(2)
+def test_ddp_must_reduce_what_requires_gradients(rank: int, late: bool) -> None:
     """A layer is unfrozen between DDP and a state, which takes it for one of those that DDP reduces."""
     inner = net()
     model = DistributedDataParallel(inner)
     inner[0].requires_grad_(True)
-    try:
+
+    def first_step() -> None:
         state = CompressState(OneBit(), exchange="gather") if late else CompressState(model, OneBit())
         model.register_comm_hook(state, compress_hook)
-        return train(model, torch.optim.SGD(inner.parameters(), lr=0.1), 1)
-    except ValueError as error:
-        return str(error)
+        model(torch.randn(3, 4)).sum().backward()
 
-
-@pytest.mark.parametrize("late", [False, True])
-def test_ddp_must_reduce_what_requires_gradients(ranks: Ranks, late: bool) -> None:
-    for text in ranks(2).run(before_the_first_step, late):
-        assert "6 of the model's parameters require gradients, and 4 did when DDP wrapped it" in text
+    with pytest.raises(ValueError, match="6 of the model's parameters require gradients, and 4 did when DDP wrapped"):
+        first_step()
 
 
 @needs_hook

@@ -26,9 +26,11 @@ from training import Ledger, data_of, perceptron, wrap
 Ranks = Callable[[int], Pool]
 
 
-def refused(rank: int, exchange: str) -> float:
-    """In some steps the hook raises for a drawn bucket, on every rank, as where a CUDA graph is captured. Returns how
-    far the law is off, of all steps and the gradients of buckets that came before."""
+@pytest.mark.parametrize("exchange", ["gather", "two_pass", "dense"])
+@on_ranks(2)
+def test_after_a_bucket_that_is_refused_the_next_step_works_and_nothing_is_lost(rank: int, exchange: str) -> None:
+    """In some steps the hook raises for a drawn bucket, on every rank, as where a CUDA graph is captured: nothing of
+    the steps is lost, nor of the gradients of buckets that came before."""
     model, draw, sent, place = perceptron(width=48), Random(1), set[str](), 3
     ddp, state = wrap(model, OneBit(), ddp={"bucket_cap_mb": 0.005}, exchange=exchange)  # a layer each
     ledger, names = Ledger(model), {id(p): name for name, p in model.named_parameters()}
@@ -54,12 +56,7 @@ def refused(rank: int, exchange: str) -> float:
         else:
             kept = set() if exchange == "dense" else sent  # of what goes straight nothing is kept
             ledger.wanted = {name: w if name in kept else before[name] for name, w in ledger.wanted.items()}
-    return ledger.error(state)
-
-
-@pytest.mark.parametrize("exchange", ["gather", "two_pass", "dense"])
-def test_after_a_bucket_that_is_refused_the_next_step_works_and_nothing_is_lost(ranks: Ranks, exchange: str) -> None:
-    assert max(ranks(2).run(refused, exchange)) < 1e-5
+    assert ledger.error(state) < 1e-5
 
 
 @on_ranks(2)
@@ -76,8 +73,9 @@ def test_residuals_that_were_delivered_take_no_more_memory(rank: int) -> None:
     assert held == [True] * 4 + [False] * 3  # of the step that delivered it the fate has to be known first
 
 
-def compared_late(rank: int) -> list[str]:
-    """What rank 0 does first, in a step whose comparison rank 1 sends late: a scaler is followed all the same."""
+@on_ranks(2)
+def test_no_bucket_waits_for_the_comparison_where_a_scaler_is_followed(rank: int) -> None:
+    """It would cost a latency in each step. Rank 1 sends what is compared late: what rank 0 does first."""
     seen: list[str] = []
     announce, compare, reduce = Session.announce, Session.compare, Gather.reduce
 
@@ -108,14 +106,8 @@ def compared_late(rank: int) -> list[str]:
             scaler.step(optimizer)
             scaler.update()
     state.close()
-    return seen
-
-
-def test_no_bucket_waits_for_the_comparison_where_a_scaler_is_followed(ranks: Ranks) -> None:
-    """It would cost a latency in each step."""
-    first, _ = ranks(2).run(compared_late)
-    assert first[0] == "begun"
-    assert "compared" in first
+    assert "compared" in seen
+    assert seen[0] == "begun" or rank == 1
 
 
 def test_looking_for_a_model_asks_no_object_for_its_class() -> None:

@@ -69,7 +69,9 @@ def test_a_step_that_nobody_ends_is_ended_by_its_last_bucket(ranks: Ranks) -> No
     assert first == second
 
 
-def two_models(rank: int, codec: Codec, exchange: str) -> list[str]:
+@pytest.mark.parametrize(("codec", "exchange"), WAYS, ids=str)
+@on_ranks(2, within=60.0)
+def test_ranks_may_use_two_models_in_another_order(rank: int, codec: Codec, exchange: str) -> list[str]:
     """Two models in one backward pass, which ranks go through in another order."""
     models = [wrap(convnet(), codec, exchange=exchange) for _ in range(2)]
     digests = []
@@ -82,12 +84,6 @@ def two_models(rank: int, codec: Codec, exchange: str) -> list[str]:
     for _, state in models:
         state.close()
     return digests
-
-
-@pytest.mark.parametrize(("codec", "exchange"), WAYS, ids=str)
-def test_ranks_may_use_two_models_in_another_order(ranks: Ranks, codec: Codec, exchange: str) -> None:
-    first, second = ranks(2).run(two_models, codec, exchange, within=60.0)
-    assert first == second
 
 
 @on_ranks(2, within=60.0)

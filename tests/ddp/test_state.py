@@ -232,7 +232,22 @@ def test_ranks_meet_where_one_has_waited_in_vain_before() -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def resumed(rank: int, codec: Codec, exchange: str, feedback: Any) -> tuple[list[str], ...]:
+@pytest.mark.parametrize(
+    ("codec", "exchange", "feedback"),
+    [
+        (OneBit(block=256), "gather", "auto"),
+        (OneBit(block=256), "two_pass", "auto"),
+        (QSGD(), "gather", "auto"),
+        (QSGD(), "two_pass", "auto"),
+        (TopK(0.1), "gather", "auto"),
+        (TopK(0.1), "gather", Momentum()),
+        (TopK(0.1), "split", Momentum(nesterov=True)),
+        (OneBit(), "two_pass", Momentum(nesterov=True)),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_resuming_equals_going_on(rank: int, codec: Codec, exchange: str, feedback: Any) -> None:
     """A run that goes on; that again, after it went astray; and new ones, with the checkpoint and without."""
 
     def single() -> nn.Module:
@@ -256,27 +271,9 @@ def resumed(rank: int, codec: Codec, exchange: str, feedback: Any) -> tuple[list
         if remember:
             state.load_state_dict(saved)
         runs.append(train(rank, ddp, range(4, 8)))
-    return tuple(runs)
-
-
-@pytest.mark.parametrize(
-    ("codec", "exchange", "feedback"),
-    [
-        (OneBit(block=256), "gather", "auto"),
-        (OneBit(block=256), "two_pass", "auto"),
-        (QSGD(), "gather", "auto"),
-        (QSGD(), "two_pass", "auto"),
-        (TopK(0.1), "gather", "auto"),
-        (TopK(0.1), "gather", Momentum()),
-        (TopK(0.1), "split", Momentum(nesterov=True)),
-        (OneBit(), "two_pass", Momentum(nesterov=True)),
-    ],
-    ids=str,
-)
-def test_resuming_equals_going_on(ranks: Ranks, codec: Codec, exchange: str, feedback: Any) -> None:
-    for on, astray, again, forgetful in ranks(2).run(resumed, codec, exchange, feedback):
-        assert on == astray == again
-        assert forgetful != on, "the checkpoint made no difference"
+    on, astray, again, forgetful = runs
+    assert on == astray == again
+    assert forgetful != on, "the checkpoint made no difference"
 
 
 @on_ranks(2)
@@ -322,7 +319,8 @@ def test_feedback_is_on_for_codecs_that_contract() -> None:
     }  # fmt: skip
 
 
-def corrupted(rank: int) -> tuple[int, bool, str]:
+@on_ranks(2)
+def test_corrupted_bytes_are_skipped_and_counted(rank: int) -> tuple[int, str]:
     """Rank 1's indices are destroyed on the way; every rank counts and skips them, and replicas stay equal."""
     from gradwire.hooks.exchanges import Gather
 
@@ -337,15 +335,9 @@ def corrupted(rank: int) -> tuple[int, bool, str]:
     reduce = Gather.reduce
     with patch.object(Gather, "reduce", damage):
         digests = train(rank, ddp, range(2, 4))
-    finite = all(bool(p.grad.isfinite().all()) for p in ddp.parameters())
-    return state.statistics().skipped_entries, finite, digests[-1]
-
-
-def test_corrupted_bytes_are_skipped_and_counted(ranks: Ranks) -> None:
-    results = ranks(2).run(corrupted)
-    assert results[0] == results[1]
-    assert results[0][0] > 0
-    assert results[0][1]
+    assert all(bool(p.grad.isfinite().all()) for p in ddp.parameters())
+    assert state.statistics().skipped_entries > 0
+    return state.statistics().skipped_entries, digests[-1]
 
 
 # -- collectives that not every rank enters ----------------------------------------------------------------------------
@@ -362,20 +354,15 @@ class Scaled(nn.Module):
         return self.module(x) + self.bias
 
 
-def of_one_name(rank: int) -> tuple[list[str], list[str]]:
+@on_ranks(2)
+def test_a_child_may_be_called_module(rank: int) -> str:
     torch.manual_seed(0)
     ddp, state = wrap(Scaled(), OneBit(), exchange="gather")
     for step in range(2):
         ddp(torch.full((4, 8), 1.0 + rank + step)).square().mean().backward()
-    names = sorted(residuals_of(state.state_dict()))
+    assert sorted(residuals_of(state.state_dict())) == ["bias", "module.bias", "module.weight"]
     state.close()
-    return names, [digest([p.grad for p in ddp.parameters()])]
-
-
-def test_a_child_may_be_called_module(ranks: Ranks) -> None:
-    first, second = ranks(2).run(of_one_name)
-    assert first == second
-    assert first[0] == ["bias", "module.bias", "module.weight"]
+    return digest([p.grad for p in ddp.parameters()])
 
 
 def late_within_a_step(rank: int) -> tuple[list[str], Any]:

@@ -30,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nccl_on_cpu import DEVICE, Schedule, World, on_gpu, read
 from nccl_on_cpu.training import same_bits
+from often import by_time
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -227,46 +228,26 @@ def cases_of(numel: int) -> st.SearchStrategy[Case]:
     )
 
 
-cases = cases_of(900)
-
-
-@settings(max_examples=20, deadline=None)
-@given(cases)
+@settings(max_examples=by_time(20, 400), deadline=None)
+@given(cases_of(900))
 def test_nothing_is_lost_and_every_entry_goes_its_way(case: Case) -> None:
     check(case)
 
 
-def same_on_gpus(case: Case, schedule: Schedule) -> None:
+schedules = st.one_of(st.just(Schedule()), st.builds(Schedule, st.none(), st.integers(0, 99)))
+
+
+@settings(max_examples=by_time(3, 100), deadline=None)
+@given(cases_of(by_time(60, 900)), schedules)
+def test_no_gpu_is_waited_for(case: Case, schedule: Schedule) -> None:
     """No step waits for the device, and what comes out is what CPUs make, to the bit."""
+    case = replace(case, steps=by_time(2, case.steps))
     for ours, theirs in zip(run(case), run(case, schedule), strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert same_bits(a.out, b.out)
             assert same_bits(a.after, b.after)
             assert same_bits(a.extra, b.extra)
             assert (a.capacity, a.status, a.received) == (b.capacity, b.status, b.received)
-
-
-schedules = st.one_of(st.just(Schedule()), st.builds(Schedule, st.none(), st.integers(0, 99)))
-
-
-@settings(max_examples=3, deadline=None)
-@given(cases_of(60), schedules)
-def test_no_gpu_is_waited_for(case: Case, schedule: Schedule) -> None:
-    same_on_gpus(replace(case, steps=2), schedule)
-
-
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None)
-@given(cases)
-def test_so_it_is_of_many_more(case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(cases, schedules)
-def test_no_gpu_is_waited_for_in_many_more(case: Case, schedule: Schedule) -> None:
-    same_on_gpus(case, schedule)
 
 
 def test_owners_go_round_with_codecs_that_draw_nothing() -> None:

@@ -44,6 +44,7 @@ from nccl_on_cpu import DEVICE, GpuTensor, HostWaits, Schedule, World, on_gpu, r
 from nccl_on_cpu import nccl as nccl_module
 from nccl_on_cpu.machine import Machine
 from nccl_on_cpu.training import CPU, Outcome, Recipe, differences, gradient, outcomes, same_bits
+from often import by_time
 from torch import Tensor
 
 HIERARCHICAL = "hierarchical"
@@ -113,20 +114,13 @@ def law(recipe: Recipe, schedule: Schedule, keeping: nccl_module.Keeping) -> Non
     assert not differences(on_cpus(recipe), on_gpus(recipe, schedule, keeping))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=by_time(6, 150), deadline=None)
 @example(GIVEN_BACK, Schedule(None, 0), "hold")
 @example(DRAINED, Schedule(None, 0), "record")
 @given(recipes(), schedules, st.sampled_from(["hold", "record"]))
 def test_no_step_waits_and_no_order_of_streams_changes_anything(
     recipe: Recipe, schedule: Schedule, keeping: nccl_module.Keeping
 ) -> None:
-    law(recipe, schedule, keeping)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(recipes(), schedules, st.sampled_from(["hold", "record"]))
-def test_so_it_is_of_many_more(recipe: Recipe, schedule: Schedule, keeping: nccl_module.Keeping) -> None:
     law(recipe, schedule, keeping)
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from nccl_on_cpu import DEVICE, Schedule, World, on_gpu, read
 from nccl_on_cpu.nccl import AVERAGED, Keeping
 from nccl_on_cpu.training import BUCKETS, CPU, Recipe, differences, outcomes
+from often import by_time
 from torch import Tensor
 
 BIASES = frozenset({"a.bias", "b.bias"})
@@ -103,20 +104,9 @@ def sent_between(world: World, local: int) -> Counter[int]:
     return nodes
 
 
-@pytest.mark.parametrize(("size", "local"), NODES[:2])
-@pytest.mark.parametrize("codec", CODECS[:2], ids=str)
+@pytest.mark.parametrize(("size", "local"), NODES[: by_time(2, len(NODES))])
+@pytest.mark.parametrize("codec", CODECS[: by_time(2, len(CODECS))], ids=str)
 def test_nothing_leaves_a_node_more_than_once(codec: Codec, size: int, local: int) -> None:
-    once(codec, size, local)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "local"), NODES)
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_so_it_is_of_more_nodes_and_codecs(codec: Codec, size: int, local: int) -> None:
-    once(codec, size, local)
-
-
-def once(codec: Codec, size: int, local: int) -> None:
     recipe = Recipe(codec, "hierarchical", exclude=BIASES, steps=1, nodes=local)
     world = World(size)
     outcomes(recipe, world)

@@ -32,6 +32,7 @@ from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp import compressed_reduce_scatter, reduce_rows
 from hypothesis import strategies as st
 from lacking import GIVES_ZEROS, needs_ignored_parameters, needs_premul_sum, needs_reduce_scatter
+from often import by_time
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -89,15 +90,10 @@ def setups(draw: st.DrawFn) -> Sharded:
 
 @needs_reduce_scatter
 def test_drawn_configurations_and_events(ranks: Ranks) -> None:
-    play_drawn(ranks, setups(), EVENTS, 4)
+    play_drawn(ranks, setups(), EVENTS, by_time(4, 120))
 
 
 @needs_reduce_scatter
-@pytest.mark.slow
-def test_many_drawn_configurations_and_events(ranks: Ranks) -> None:
-    play_drawn(ranks, setups(), EVENTS, 120)
-
-
 @needs_reduce_scatter
 @on_ranks(2)
 def test_factors_that_gloo_does_not_know(rank: int) -> None:

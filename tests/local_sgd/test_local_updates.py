@@ -40,11 +40,11 @@ from gradwire.hooks.local_sgd.options import modern
 from gradwire.hooks.local_sgd.outer_sgd import fragments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, on_ranks
 from rounded import counted as rounding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, digest, in_groups, mean_over_ranks, perceptron, residuals_of, through_a_file
+from training import all_ranks, batch, digest, in_groups, mean_over_ranks, perceptron, residuals_of, through_a_file
 
 Ranks = Callable[[int], Pool]
 
@@ -195,13 +195,7 @@ def test_nothing_is_lost_but_what_is_rounded_off(
     assert min(rounded) > 0
 
 
-def all_ranks(x: Tensor) -> list[Tensor]:
-    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, x.contiguous())
-    return rows
-
-
-def rank_mean(rows: list[Tensor]) -> Tensor:
+def rank_mean(rows: Tensor) -> Tensor:
     """As gradwire sums: in the order of the ranks, then times 1/P."""
     total = rows[0].clone()
     for row in rows[1:]:
@@ -269,7 +263,8 @@ def test_diloco_is_torch_sgd_on_the_global_parameters_bit_for_bit(
     assert digests[0] == digests[1]
 
 
-def overlapping(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_a_piece_is_under_way_while_the_next_one_is_taken(rank: int) -> None:
     """Before each difference but the first is taken: whether the code of the first is being made."""
     begun, seen, take, encode = threading.Event(), list[bool](), outer.GlobalParameters.difference, FeedbackState.encode
 
@@ -288,13 +283,8 @@ def overlapping(rank: int) -> list[bool]:
         updates = LocalUpdates(*plain(), OneBit(), every=1, rounds=Rounds(bucket_cap_mb=1e-6))
         updates.step()
         updates.close()
-    return seen
-
-
-def test_a_piece_is_under_way_while_the_next_one_is_taken(ranks: Ranks) -> None:
-    for seen in ranks(2).run(overlapping):
-        assert len(seen) > 1
-        assert all(seen)
+    assert len(seen) > 1
+    assert all(seen)
 
 
 def streaming(rank: int, fragments: int, delay: int, mixing: float, keep_local: bool, pieces: bool) -> Any:
@@ -429,7 +419,9 @@ class Together:
         self.step = lambda: [one.step() for one in optimizers]
 
 
-def counted(rank: int, several: bool) -> Any:
+@pytest.mark.parametrize("several", [False, True])
+@on_ranks(2)
+def test_inside_with_the_optimizers_steps_are_counted(rank: int, several: bool) -> None:
     digests = []
     for by_hand in (True, False):
         model, optimizer = plain()
@@ -447,20 +439,14 @@ def counted(rank: int, several: bool) -> Any:
                 for _ in train(rank, model, optimizer, range(5)):
                     with pytest.raises(RuntimeError, match="leave out step"):
                         updates.step()
-        digests.append((digest(model.parameters()), updates.rounds))
+        digests.append(digest(model.parameters()))
+        assert updates.rounds == 2
         optimizer.step()
         assert updates.rounds == 2
         updates.close()
         with pytest.raises(RuntimeError, match="is closed: make another"):
             updates.step()
-    return digests
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_inside_with_the_optimizers_steps_are_counted(ranks: Ranks, several: bool) -> None:
-    for by_hand, by_itself in ranks(2).run(counted, several):
-        assert by_hand == by_itself
-        assert by_hand[1] == 2
+    assert digests[0] == digests[1]
 
 
 # -- what is not finite -----------------------------------------------------------------------------------------------
@@ -530,54 +516,27 @@ def test_what_is_not_finite_on_one_rank_is_refused_on_all(
         assert end == results[0][2]
 
 
-def not_finite_and_uneven(rank: int) -> str:
+@on_ranks(2, within=25)
+def test_what_is_not_finite_is_refused_where_one_rank_synchronises_earlier(rank: int) -> None:
     """What is sent after the third step is applied in rank 0's fifth, and in rank 1's synchronise()."""
     model, optimizer = plain()
     updates = LocalUpdates(model, optimizer, OneBit(), every=3, rounds=Rounds(delay=2))
-    message = ""
-    try:
+
+    def steps() -> None:
         for step in train(rank, model, optimizer, range(5 - rank)):
             if step == 2 and rank == 1:
                 model.get_parameter("2.weight").data.fill_(float("nan"))
             updates.step()
         updates.synchronise()
-    except RuntimeError as error:
-        message = str(error)
+
+    with pytest.raises(RuntimeError, match="round 0 is not finite: rank 1 has NaN or infinity in"):
+        steps()
     updates.close()
-    return message
-
-
-def test_what_is_not_finite_is_refused_where_one_rank_synchronises_earlier(ranks: Ranks) -> None:
-    for message in ranks(2).run(not_finite_and_uneven, within=25):
-        assert "round 0 is not finite: rank 1 has NaN or infinity in" in message
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr": 0.7, "outer_momentum": 0.9}
-
-
-def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], save_at: int) -> Any:
-    """Training that goes on, and training that is saved in the midst of a round and goes on elsewhere."""
-    ends = []
-    for save in (False, True):
-        model, optimizer = plain()
-        updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
-        for _ in train(rank, model, optimizer, range(save_at)):
-            updates.step()
-        saved = through_a_file([model.state_dict(), updates.state_dict()])  # also folds what owners of slices keep
-        if save:
-            updates.close()
-            model, optimizer = plain()
-            updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
-            model.load_state_dict(saved[0])
-            updates.load_state_dict(saved[1])
-        for _ in train(rank, model, optimizer, range(save_at, 13)):
-            updates.step()
-        updates.synchronise()
-        ends.append(digest([*model.parameters(), *leaves(updates.state_dict()["residuals"])]))
-        updates.close()
-    return ends
 
 
 @pytest.mark.parametrize(
@@ -597,14 +556,34 @@ def resumed(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], sav
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_resuming_is_bit_identical(
-    ranks: Ranks, codec: Codec, exchange: str, options: dict[str, Any], save_at: int
+    rank: int, codec: Codec, exchange: Any, options: dict[str, Any], save_at: int
 ) -> None:
-    for straight, through in ranks(2).run(resumed, codec, exchange, options, save_at):
-        assert straight == through
+    """Training that goes on, and training that is saved in the midst of a round and goes on elsewhere."""
+    ends = []
+    for save in (False, True):
+        model, optimizer = plain()
+        updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
+        for _ in train(rank, model, optimizer, range(save_at)):
+            updates.step()
+        saved = through_a_file([model.state_dict(), updates.state_dict()])  # also folds what owners of slices keep
+        if save:
+            updates.close()
+            model, optimizer = plain()
+            updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
+            model.load_state_dict(saved[0])
+            updates.load_state_dict(saved[1])
+        for _ in train(rank, model, optimizer, range(save_at, 13)):
+            updates.step()
+        updates.synchronise()
+        ends.append(digest([*model.parameters(), *leaves(updates.state_dict()["residuals"])]))
+        updates.close()
+    assert ends[0] == ends[1]
 
 
-def resumed_by_factors(rank: int) -> Any:
+@on_ranks(3)
+def test_resuming_by_factors_loses_nothing_though_they_are_drawn_anew(rank: int) -> str:
     """What ranks hold at the end, and how far off the law is, where others go on from a checkpoint."""
     model, optimizer = plain(0.5)
     updates = LocalUpdates(model, optimizer, PowerSGD(rank=1), every=2)
@@ -619,18 +598,14 @@ def resumed_by_factors(rank: int) -> Any:
             updates.close()
             ledger.updates = updates = LocalUpdates(model, optimizer, PowerSGD(rank=1), every=2)
             updates.load_state_dict(saved)
-    found = digest(model.parameters()), ledger.error()
+    assert ledger.error() < 2e-6
     updates.close()
-    return found
+    return digest(model.parameters())
 
 
-def test_resuming_by_factors_loses_nothing_though_they_are_drawn_anew(ranks: Ranks) -> None:
-    same, errors = zip(*ranks(3).run(resumed_by_factors), strict=True)
-    assert len(set(same)) == 1
-    assert max(errors) < 2e-6
-
-
-def under_another_schedule(rank: int, keep_local: bool) -> list[Tensor]:
+@pytest.mark.parametrize("keep_local", [False, True])
+@on_ranks(2)
+def test_what_is_under_way_in_a_checkpoint_arrives_under_any_schedule(rank: int, keep_local: bool) -> None:
     """The global parameters after a checkpoint with means under way has gone on under several schedules."""
     ends, saved = [], None
     for schedule in ({"every": 4, "delay": 3}, {"every": 2, "delay": 1}, {"every": 2}, {"every": 4, "sync_until": 9}):
@@ -648,14 +623,8 @@ def under_another_schedule(rank: int, keep_local: bool) -> list[Tensor]:
         updates.synchronise()
         ends.append(nn.utils.parameters_to_vector(globals_of(updates).values()))
         updates.close()
-    return ends
-
-
-@pytest.mark.parametrize("keep_local", [False, True])
-def test_what_is_under_way_in_a_checkpoint_arrives_under_any_schedule(ranks: Ranks, keep_local: bool) -> None:
-    for same, *others in ranks(2).run(under_another_schedule, keep_local):
-        for other in others:
-            torch.testing.assert_close(other, same, atol=1e-7, rtol=0)
+    for other in ends[1:]:
+        torch.testing.assert_close(other, ends[0], atol=1e-7, rtol=0)
 
 
 def save_consolidated(rank: int, path: str) -> str:
@@ -703,7 +672,8 @@ def test_a_consolidated_checkpoint_loads_on_another_number_of_ranks_and_nothing_
     assert max(ranks(3).run(load_consolidated, path)) < 2e-6
 
 
-def wrong_checkpoints(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(rank: int) -> None:
     model, optimizer = plain()
     updates = LocalUpdates(model, optimizer, TopK(0.05), every=2, outer=OuterSGD(momentum=0.9))
     good = updates.state_dict()
@@ -720,14 +690,8 @@ def wrong_checkpoints(rank: int) -> list[str]:
     for text, saved in bad.items():
         with pytest.raises(ValueError, match=text):
             updates.load_state_dict(saved)
-    after = digest(leaves(updates.state_dict()["global"]))
+    assert digest(leaves(updates.state_dict()["global"])) == before
     updates.close()
-    return [before, after]
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(ranks: Ranks) -> None:
-    for before, after in ranks(2).run(wrong_checkpoints):
-        assert before == after
 
 
 # -- wrong use --------------------------------------------------------------------------------------------------------

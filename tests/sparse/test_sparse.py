@@ -18,7 +18,6 @@ from gradwire.hooks.network import cost, probe
 from gradwire.hooks.sparse import validation as arguments
 from gradwire.hooks.sparse.costs import choose
 from ranks import GROUP_TIMEOUT, Pool, on_ranks
-from test_sparse_drawn import Call, Side, entries
 from torch import Tensor
 
 Ranks = Callable[[int], Pool]
@@ -138,20 +137,6 @@ def test_a_newcomer_makes_all_probe(rank: int) -> None:
         probe._known.clear()
     sparse_all_reduce(torch.tensor([rank]), torch.ones(1), 10)
     assert probe.known(group, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("pattern", ["some", "a stretch", "as others", "by turns"])
-@on_ranks(4)
-def test_owners_get_equal_shares(rank: int, pattern: str) -> list[int]:
-    exchanger = EntryExchanger(100_000, torch.float32, torch.device("cpu"), Group(dist.group.WORLD))
-    indices = entries(Call(100_000, "float32", "sum", "split", 1e-9, (Side(pattern, "int32"),) * 4), rank)[0]
-    bounds: list[int] = drive(exchanger.balanced_bounds(indices))
-    cuts = torch.searchsorted(indices, torch.tensor(bounds, dtype=torch.int32))
-    shares = cuts[1:] - cuts[:-1]
-    dist.all_reduce(shares)
-    assert (bounds[0], bounds[-1]) == (0, 100_000)
-    assert int(shares.max()) <= 1.1 * float(shares.float().mean())
-    return bounds
 
 
 def probed(rank: int) -> Any:

@@ -244,6 +244,13 @@ def mean_over_ranks(x: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
+def all_ranks(x: Tensor) -> Tensor:
+    """Every rank's, [ranks, …]."""
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x.contiguous())
+    return torch.stack(rows)
+
+
 def told(function: Callable[[], Any]) -> str:
     """What it raises, if it does."""
     try:
