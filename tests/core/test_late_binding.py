@@ -12,27 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_drawn import mesh_of
+from fronts import FRONTS, marked
 from gradwire import (
     Cast,
     CompressState,
     Identity,
-    LocalUpdates,
     OneBit,
-    SufficientFactors,
     TopK,
     Tracking,
-    compress_fsdp,
     compress_hook,
     schedules,
 )
-from gradwire.optim import OneBitAdam
 from gradwire.trainers import files, register_hook
-from lacking import needs_reduce_scatter
 from ranks import Pool, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import Ledger, batch, digest, mean_residuals, perceptron, residuals_of, through_a_file, train, wrap
 
@@ -512,62 +506,23 @@ def test_a_step_follows_a_wrong_state_and_a_missing_hook(rank: int) -> None:
     train(rank, bare, range(2))
 
 
+@pytest.mark.parametrize("name", marked(name for name in FRONTS if name not in ("overlap", "horovod")))
 @on_ranks(2)
-def test_it_may_be_made_saved_and_loaded_in_inference_mode(rank: int) -> None:
+def test_fronts_may_be_made_saved_and_loaded_in_inference_mode(rank: int, name: str) -> None:
     digests = []
-    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
-        model = perceptron()
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
-        with mode():
-            state = CompressState(ddp, OneBit(), error_feedback=Tracking(), **OPTIONS)
-        ddp.register_comm_hook(state, compress_hook)
-        found = train(rank, ddp, range(3))
-        with mode():
-            state.consolidated_state_dict()
-            saved = state.state_dict()
-            state.load_state_dict(saved)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with mode():
-            local = LocalUpdates(model, optimizer, OneBit(), every=2)
-        for _ in range(4):
-            optimizer.step()
-            local.step()
-        digests.append([*found, *train(rank, ddp, range(3)), digest(model.parameters())])
-    assert digests[0] == digests[1] == digests[2]
-
-
-@on_ranks(2)
-def test_other_fronts_may_be_made_and_loaded_in_inference_mode(rank: int) -> None:
-    def train(step: int) -> None:
-        model(batch(rank, step, model)).square().mean().backward()
-
-    model = perceptron()
-    some, others = (list(layer.parameters()) for layer in (model[:2], model[2:]))
-    with torch.inference_mode():
-        optimizer = OneBitAdam(some, warmup_steps=1)
-        optimizer.add_param_group({"params": others})
-    for step in range(4):
-        train(step)
-        optimizer.step()
-        with torch.inference_mode():
-            optimizer.load_state_dict(optimizer.state_dict())
-    with torch.inference_mode():
-        factors = SufficientFactors(model, ["0"])
-    for step in range(2):
-        train(step)
-    for each in (optimizer, factors):
-        each.close()
-
-
-@needs_reduce_scatter
-@pytest.mark.parametrize("scattered", [False, True])
-@on_ranks(2)
-def test_sharded_models_may_be_compressed_in_inference_mode(rank: int, scattered: bool) -> None:
-    mesh, model = mesh_of((1, 2) if scattered else (2, 1)), perceptron()
-    fully_shard(model, mesh=mesh["shard"])
-    replicate: Any = None if scattered else mesh["replicate"]
-    with torch.inference_mode():
-        state = compress_fsdp(model, OneBit(), mesh=replicate)
-    for step in range(2):
-        model(batch(rank, step, model)).square().mean().backward()
-    state.close()
+    for mode in (torch.inference_mode, torch.enable_grad):
+        options: dict[str, Any] = {"error_feedback": Tracking()} if name == "ddp" else {}
+        front = FRONTS[name](perceptron(), OneBit(), within=mode(), **options)
+        more = nn.Parameter(torch.zeros(3))
+        if name in ("adam", "lion"):
+            with mode():
+                front.optimizer.add_param_group({"params": [more]})
+        for step in range(4):
+            front.step(batch(rank, step, perceptron()))
+            if step == 2 and name in ("ddp", "local", "adam", "lion"):
+                with mode():
+                    front.state.consolidated_state_dict()
+                    front.state.load_state_dict(front.state.state_dict())
+        digests.append(digest(front.parameters()))
+        front.close()
+    assert digests[0] == digests[1]

@@ -20,6 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import in_groups, wrap
 
+#: `within`: what the library's part of a front is made in, an autograd mode for example.
+ANYWHERE = contextlib.nullcontext()
+
 
 @dataclass
 class Front:
@@ -61,8 +64,8 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def in_ddp(model: Any, codec: Any, optimizer: Any = sgd, **options: Any) -> Front:
-    run, state = wrap(model, codec, **options)
+def in_ddp(model: Any, codec: Any, optimizer: Any = sgd, within: Any = ANYWHERE, **options: Any) -> Front:
+    run, state = wrap(model, codec, within=within, **options)
     return Front(model, run, state, optimizer(model.parameters()), state.close)
 
 
@@ -78,7 +81,7 @@ def overlapped(model: Any, codec: Any, optimizer: Any = sgd, **options: Any) -> 
     return front
 
 
-def sharded(model: Any, codec: Any, optimizer: Any, replicated: bool, **options: Any) -> Front:
+def sharded(model: Any, codec: Any, optimizer: Any, replicated: bool, within: Any = ANYWHERE, **options: Any) -> Front:
     """FSDP2, by each part of the model that has parameters; all ranks are replicas, or shards."""
     ranks, parts = dist.get_world_size(), [*model.children()]
     mesh = mesh_of((ranks, 1) if replicated else (1, ranks))
@@ -87,7 +90,8 @@ def sharded(model: Any, codec: Any, optimizer: Any, replicated: bool, **options:
             fully_shard(part, mesh=mesh["shard"])
     if replicated:
         options = {"mesh": mesh["replicate"], "fallback": None, **options}
-    state = compress_fsdp(model, codec, **options)
+    with within:
+        state = compress_fsdp(model, codec, **options)
     return Front(model, model, state, optimizer(model.parameters()), state.close)
 
 
@@ -99,20 +103,25 @@ def between_shards(model: Any, codec: Any, optimizer: Any = sgd, **options: Any)
     return sharded(model, codec, optimizer, False, **options)
 
 
-def locally(model: Any, codec: Any, optimizer: Any = sgd, every: int = 1, **options: Any) -> Front:
+def locally(
+    model: Any, codec: Any, optimizer: Any = sgd, every: int = 1, within: Any = ANYWHERE, **options: Any
+) -> Front:
     inner = optimizer(model.parameters())
-    updates = LocalUpdates(model, inner, codec, every=every, **in_groups(options))
+    with within:
+        updates = LocalUpdates(model, inner, codec, every=every, **in_groups(options))
     return Front(model, model, updates, inner, updates.close, updates.step, "after")
 
 
-def by_adam(model: Any, codec: Any = None, warmup_steps: int = 1, **options: Any) -> Front:
+def by_adam(model: Any, codec: Any = None, warmup_steps: int = 1, within: Any = ANYWHERE, **options: Any) -> Front:
     given = {} if codec is None else {"codec": codec}
-    optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup_steps=warmup_steps, **given, **options)
+    with within:
+        optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup_steps=warmup_steps, **given, **options)
     return Front(model, model, optimizer, optimizer, optimizer.close, exchanges="step")
 
 
-def by_lion(model: Any, codec: Any = None, **options: Any) -> Front:
-    optimizer = DistributedLion(model.parameters(), lr=0.01, **options)
+def by_lion(model: Any, codec: Any = None, within: Any = ANYWHERE, **options: Any) -> Front:
+    with within:
+        optimizer = DistributedLion(model.parameters(), lr=0.01, **options)
     return Front(model, model, optimizer, optimizer, optimizer.close, exchanges="step")
 
 
@@ -123,9 +132,10 @@ def by_horovod(model: Any, codec: Any, optimizer: Any = sgd, **options: Any) -> 
     return Front(model, model, made, made, hvd.shutdown)
 
 
-def by_factors(model: Any, codec: Any = None, optimizer: Any = sgd, **options: Any) -> Front:
+def by_factors(model: Any, codec: Any = None, optimizer: Any = sgd, within: Any = ANYWHERE) -> Front:
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    factors = SufficientFactors(model, layers[:2] if len(layers) == 3 else layers)  # some weights may stay DDP's
+    with within:
+        factors = SufficientFactors(model, layers[:2] if len(layers) == 3 else layers)  # some weights may stay DDP's
     return Front(model, DistributedDataParallel(model), factors, optimizer(model.parameters()), factors.close)
 
 

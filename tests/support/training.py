@@ -94,11 +94,18 @@ def meeting_within(seconds: float) -> Iterator[None]:
 
 
 def wrap(
-    model: nn.Module, codec: Any, *, ddp: dict[str, Any] | None = None, **options: Any
+    model: nn.Module,
+    codec: Any,
+    *,
+    ddp: dict[str, Any] | None = None,
+    within: Any = contextlib.nullcontext(),  # noqa: B008
+    **options: Any,
 ) -> tuple[Any, CompressState]:
-    """The model in DDP, with buckets of a few kilobytes, and the hook registered; compresses though it cannot pay."""
+    """The model in DDP, with buckets of a few kilobytes, and the hook registered; compresses though it cannot pay. The
+    state is made `within` a context."""
     wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 0.02, **(ddp or {})})
-    state = CompressState(wrapped, codec, **{"fallback": None, **options})
+    with within:
+        state = CompressState(wrapped, codec, **{"fallback": None, **options})
     wrapped.register_comm_hook(state, compress_hook)
     return wrapped, state
 
