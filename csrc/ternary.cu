@@ -139,18 +139,15 @@ __device__ void ternary_encode(const T* x, float* residual, u8* wire, i64 numel,
     });
 }
 
-// Bytes two by two, in the halves of a word: 242 · 171 fits 16 bits, so that one product divides both by 3.
-constexpr u32 LOWER_BYTES = 0x00FF00FFu, QUOTIENTS = 0x007F007Fu, CARRIES = 0x01000100u;
+// A byte of five trits times this is that byte / 243 as a fraction of 2^32, rounded up: times 3 its highest trit comes
+// out on top, and what is left is the fraction of the others. 242 times what rounding adds is far below 1 / 243.
+constexpr u32 PER_BYTE = 17674763;  // ceil(2^32 / 243)
 
 // Puts zeros in place of bytes that are no five trits; returns how many there were.
-__device__ inline int drop_invalid(u32 (&pairs)[SLOTS / 2]) {
-    int dropped = 0;
-#pragma unroll
-    for (int p = 0; p < SLOTS / 2; ++p) {
-        if ((pairs[p] & 0xFFFF) >= 243) ++dropped, pairs[p] &= 0xFFFF0000u;
-        if (pairs[p] >> 16 >= 243) ++dropped, pairs[p] &= 0xFFFF;
-    }
-    return dropped;
+__device__ inline int drop_invalid(u32& word) {
+    const u32 invalid = ((word & 0x7F7F7F7Fu) + (128 - 115) * 0x01010101u) & word & 0x80808080u;  // 243 = 128 + 115
+    word &= ~((invalid >> 7) * 255);
+    return __popc(invalid);
 }
 
 // What a trit stands for lies in lane `trit` of each four lanes: a code says from which lane to take its own.
@@ -172,8 +169,11 @@ __device__ void ternary_decode(const Target<T>& target, const u8* wires, i64 pit
                 u32 words[AT_ONCE][2];
 #pragma unroll
                 for (int r = 0; r < AT_ONCE; ++r) {
-                    const u8* const bytes = record + min(r, ranks - 1 - rank) * pitch + 4 + chunk * ROW;
-                    words[r][0] = ((const u32*)bytes)[2 * lane], words[r][1] = ((const u32*)bytes)[2 * lane + 1];
+                    // NVRTC for Blackwell wants loads that no condition guards.
+                    const int there = BLACKWELL ? min(r, ranks - 1 - rank) : r;
+                    const u32* const bytes = (const u32*)(record + there * pitch + 4 + chunk * ROW) + 2 * lane;
+                    const bool reads = BLACKWELL || rank + r < ranks;
+                    words[r][0] = reads ? bytes[0] : 0, words[r][1] = reads ? bytes[1] : 0;
                 }
                 float scale = 0.0f;  // of rank + lane
                 if (lane < AT_ONCE && rank + lane < ranks) scale = *(const float*)(record + lane * pitch);
@@ -182,22 +182,15 @@ __device__ void ternary_decode(const Target<T>& target, const u8* wires, i64 pit
                 for (int r = 0; r < AT_ONCE; ++r) {
                     if (rank + r >= ranks) break;
                     const float value = target.alpha * (own * __shfl_sync(EVERYONE, scale, r));
-                    // Pair p has bytes 4 · (p / 2) + p % 2 and the one after the next.
-                    u32 pairs[SLOTS / 2] = {words[r][0] & LOWER_BYTES, words[r][0] >> 8 & LOWER_BYTES,
-                                            words[r][1] & LOWER_BYTES, words[r][1] >> 8 & LOWER_BYTES};
-                    u32 carries = 0;
+                    skipped += drop_invalid(words[r][0]) + drop_invalid(words[r][1]);
 #pragma unroll
-                    for (int p = 0; p < SLOTS / 2; ++p) carries |= pairs[p] + (256 - 243) * 0x10001u;
-                    if ((carries & CARRIES) != 0) skipped += drop_invalid(pairs);
+                    for (int j = 0; j < SLOTS; ++j) {
+                        u32 fraction = (words[r][j / 4] >> 8 * (j % 4) & 255) * PER_BYTE;
 #pragma unroll
-                    for (int row = 0; row < TRITS; ++row) {
-#pragma unroll
-                        for (int p = 0; p < SLOTS / 2; ++p) {
-                            const u32 thirds = pairs[p] * 171 >> 9 & QUOTIENTS, trits = pairs[p] - 3 * thirds;
-                            float* const sum = sums[row] + p / 2 * 4 + p % 2;
-                            sum[0] = sum[0] + __shfl_sync(EVERYONE, value, trits, 4);
-                            sum[2] = sum[2] + __shfl_sync(EVERYONE, value, trits >> 16, 4);
-                            pairs[p] = thirds;
+                        for (int row = TRITS - 1; row >= 0; --row) {
+                            const int trit = (int)__umulhi(fraction, 3);
+                            sums[row][j] = sums[row][j] + __shfl_sync(EVERYONE, value, trit, 4);
+                            fraction *= 3;
                         }
                     }
                 }

@@ -40,81 +40,94 @@ __device__ inline float level_at(int level, float smallest, float largest, float
     return magnitude > largest ? largest : magnitude;
 }
 
-// One rank's record of a chunk. Whatever its bytes are, nothing is read outside of it.
+// One rank's record of a chunk, in shared memory. Whatever its bytes are, nothing is read outside of it.
 struct Record {
     const Form& form;
     const u32* words;
-    float smallest, largest, step;
+    float smallest, largest, step, lowest, highest;  // of fewer than 16 bits; then what levels 0 and 1 mean
 
-    __device__ Record(const Form& form, const u32* words)
-        : form(form), words(words), smallest(0.0f), largest(0.0f), step(0.0f) {
-        if (form.bits < 16) {
-            smallest = __uint_as_float(words[0]), largest = __uint_as_float(words[1]);
-            step = step_of(smallest, largest, form.top());
-        }
+    __device__ Record(const Form& form, const u32* words, float step) : form(form), words(words), step(step) {
+        smallest = __uint_as_float(words[0]), largest = __uint_as_float(words[1]);
+        lowest = level_at(0, smallest, largest, step), highest = level_at(1, smallest, largest, step);
     }
 
-    __device__ float value(int i) const {
-        const u32 word = words[form.codes() + i * form.bits / 32];
-        if (form.bits == 32) return __uint_as_float(word);
-        const u32 code = word >> (i * form.bits) % 32 & ((1u << form.bits) - 1);
+    // The word that begins with entry i, which is even, and has the next one's code too unless a code fills it.
+    __device__ u32 code_from(int i) const {
+        const u32 first = (u32)(i * form.bits);
+        return words[form.codes() + first / 32] >> first % 32;
+    }
+
+    // What a word stands for that begins with a code.
+    __device__ float value(u32 code) const {
+        if (form.bits == 32) return __uint_as_float(code);
         if (form.bits == 16) return __uint_as_float(code << 16);
-        const int top = form.top();
-        const float magnitude = level_at((int)code & top, smallest, largest, step);
-        return (int)code > top ? -magnitude : magnitude;
+        const int level = (int)code & form.top();
+        const float some = level != 0 ? highest : lowest;
+        const float magnitude = form.bits == 2 ? some : level_at(level, smallest, largest, step);
+        return code >> (form.bits - 1) & 1 ? -magnitude : magnitude;
     }
 
-    // Whether the chunk is finite, as the block's threads find together.
-    __device__ bool is_sound() const {
-        if (form.bits < 16) return is_finite(smallest) && is_finite(largest);
-        int wild = 0;
-        for (int i = threadIdx.x; i < form.k; i += THREADS) wild |= !is_finite(value(i));
-        return !__syncthreads_or(wild);
-    }
-
-    __device__ bool is_set(int place) const {
-        return words[form.upper() + place / 32] >> place % 32 & 1;
-    }
-
-    // How many entries lie before each word of the upper bits, by one warp.
-    __device__ void count_before(u16* before) const {
-        const int lane = threadIdx.x % WARP;
-        int counted = 0;
-        for (int first = 0; first < form.upper_words; first += WARP) {
-            const int mine = first + lane < form.upper_words ? __popc(words[form.upper() + first + lane]) : 0;
-            int sum = mine;
-#pragma unroll
-            for (int distance = 1; distance < WARP; distance *= 2) {
-                const int below = __shfl_up_sync(EVERYONE, sum, distance);
-                if (lane >= distance) sum += below;
-            }
-            if (first + lane < form.upper_words) before[first + lane] = (u16)(counted + sum - mine);
-            counted += __shfl_sync(EVERYONE, sum, WARP - 1);
-        }
-    }
-
-    // How many entries lie before a place.
-    __device__ int entries_before(int place, const u16* before) const {
-        return before[place / 32] + __popc(words[form.upper() + place / 32] & ((1u << place % 32) - 1));
-    }
-
-    // Where entry `i`, which is set at a place, lies in the chunk.
-    __device__ int position(int place, int i) const {
-        if (form.low_bits == 0) return place - i;
-        const int first = i * form.low_bits, shift = first % 32;
+    // 32 bits of the low bits, from those of entry i on.
+    __device__ u32 low_from(int i) const {
+        if (form.low_bits == 0) return 0;
+        const u32 first = (u32)(i * form.low_bits);
         const u32* const word = words + form.low() + first / 32;
-        u32 bits = word[0] >> shift;
-        if (shift + form.low_bits > 32) bits |= word[1] << (32 - shift);
-        return ((place - i) << form.low_bits) + (int)(bits & ((1u << form.low_bits) - 1));
+        return __funnelshift_r(word[0], word[1], first);  // by its last 5 bits; behind the last word the codes begin
     }
 
-    // Whether a position is in range and above every such one before it. Only those in adjacent places can be above.
-    __device__ bool counts(int place, int i, int at, int n) const {
-        if (at >= n) return false;
-        for (int back = 1; back <= i && is_set(place - back); ++back) {
-            const int earlier = position(place - back, i - back);
-            if (earlier >= at && earlier < n) return false;
+    // Where an entry of a bucket lies in the chunk: a bucket has the positions that differ in their low bits alone.
+    __device__ int position(int bucket, u32 low) const {
+        return (bucket << form.low_bits) + (int)(low & ((1u << form.low_bits) - 1));
+    }
+
+    // The highest position below n of the entries before i in its bucket, or -1. Those of other buckets are lower.
+    __device__ int highest_before(int i, const u16* buckets, int n) const {
+        int highest = -1;
+        for (int j = i - 1; j >= 0 && buckets[j] == buckets[i]; --j) {
+            const int at = position(buckets[j], low_from(j));
+            if (at < n) highest = max(highest, at);
         }
-        return true;
+        return highest;
     }
 };
+
+// What a warp finds in a record: how many entries it says it has, or -1 if its chunk is not finite; from level to level.
+struct Found {
+    int count;
+    float step;
+};
+
+// Lists the buckets of up to k entries, by one warp.
+__device__ inline Found find(const Form& form, const u32* words, u16* buckets) {
+    const int lane = threadIdx.x % WARP;
+    float step = 0.0f;
+    bool wild = false;
+    if (form.bits < 16) {
+        const float smallest = __uint_as_float(words[0]), largest = __uint_as_float(words[1]);
+        wild = !is_finite(smallest) || !is_finite(largest);
+        step = step_of(smallest, largest, form.top());
+    } else {
+        for (int i = lane; i < form.k; i += WARP) {
+            const u32 word = words[form.codes() + i * form.bits / 32];
+            wild |= !is_finite(__uint_as_float(form.bits == 16 ? word >> i * 16 % 32 << 16 : word));
+        }
+    }
+    if (__ballot_sync(EVERYONE, wild) != 0) return Found{-1, step};
+    int counted = 0;
+    for (int first = 0; first < form.upper_words; first += WARP) {
+        u32 left = first + lane < form.upper_words ? words[form.upper() + first + lane] : 0;
+        const int mine = __popc(left);
+        int sum = mine;
+#pragma unroll
+        for (int distance = 1; distance < WARP; distance *= 2) {
+            const int below = __shfl_up_sync(EVERYONE, sum, distance);
+            if (lane >= distance) sum += below;
+        }
+        const int before = counted + sum - mine, room = form.k - before;
+        u16* const mine_from = buckets + before;
+        for (int i = 0, place = 32 * (first + lane) - 1 - before; left != 0 && i < room; left &= left - 1, ++i)
+            mine_from[i] = (u16)(place - i + __ffs((int)left));
+        counted += __shfl_sync(EVERYONE, sum, WARP - 1);
+    }
+    return Found{counted, step};
+}

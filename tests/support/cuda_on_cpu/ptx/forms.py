@@ -61,6 +61,7 @@ def _bits() -> Iterator[tuple[str, Form]]:
         for one in (f"u{bits}", f"s{bits}"):
             yield f"bfe.{one}", Form(one, (one, "u32", "u32"), "ptx_extracted({0}, {1}, {2})")
     yield "prmt.b32", Form("b32", ("b32", "b32", "b32"), "__byte_perm({0}, {1}, {2})")
+    yield "shf.r.wrap.b32", Form("b32", ("b32", "b32", "b32"), "__funnelshift_r({0}, {1}, {2})")
     yield "brev.b32", Form("b32", ("b32",), "__brev({0})")
     yield "bfind.shiftamt.u32", Form("u32", ("u32",), "{0} ? __builtin_clz({0}) : 0xFFFFFFFFu")
     yield "not.pred", Form("pred", ("pred",), "!{0}")

@@ -32,9 +32,16 @@ ATOMIC = re.compile(r"(atom|red)(?:\.relaxed\.gpu)?\.(global|shared)\.(add|or|ex
 SHUFFLE = re.compile(r"shfl\.sync\.(bfly|down|up|idx)\.b32")
 
 
-def translate(ptx: str, source: str, name: str | None = None) -> str:
+#: How often each thread of a block has executed each line of the PTX.
+COUNTS = (
+    'extern "C" __attribute__((visibility("default"))) unsigned ptx_counts[{0}][256]; unsigned ptx_counts[{0}][256];'
+)
+
+
+def translate(ptx: str, source: str, name: str | None = None, counted: bool = False) -> str:
     """CUDA C++ for the kernels in `ptx`, or for one of them: g++ takes seconds for a large one. PTX has lost which
-    parameters are pointers; `source`, the `.cu`, says.
+    parameters are pointers; `source`, the `.cu`, says. `counted` code counts in `ptx_counts` what blocks of at most 256
+    threads execute.
 
     Raises:
         PtxError: an instruction is unknown, or the source is not that of the PTX.
@@ -46,8 +53,9 @@ def translate(ptx: str, source: str, name: str | None = None) -> str:
     lines[0] = '#include "ptx_on_cpu.h"'
     shared = {array.name: array for kernel in kernels for array in kernel.shared}
     lines[1] = "".join(_shared(array) for array in shared.values())  # kernels that name it share it
+    lines[1] += COUNTS.format(len(lines)) if counted else ""
     for kernel in kernels:
-        for line, code in _Writer(kernel, source).lines():
+        for line, code in _Writer(kernel, source, counted).lines():
             lines[line - 1] += code + " "
     return "\n".join(lines)
 
@@ -67,8 +75,8 @@ def _shared(array: Array) -> str:
 class _Writer:
     """Writes one kernel."""
 
-    def __init__(self, kernel: Kernel, source: str) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, source: str, counted: bool) -> None:
+        self.kernel, self.counted = kernel, counted
         self.shared = {array.name for array in kernel.shared}
         self.local = {array.name for array in kernel.local}
         self.parameters = self._parameters(source)
@@ -105,6 +113,7 @@ class _Writer:
                 code = self.statement(one)
             except PtxError as error:
                 raise PtxError(f"{kernel.name}, line {one.line} of the PTX: {error}") from None
+            code = f"++ptx_counts[{one.line - 1}][threadIdx.x]; {code}" if self.counted else code
             guard = one.guard and f"if ({'!' * one.guard.startswith('!')}{self._name(one.guard.lstrip('!'))}) "
             found.append((one.line, f"{guard}{{ {code} }}" if guard else code))
         return [*found, (found[-1][0], "}")]
