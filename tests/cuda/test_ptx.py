@@ -16,7 +16,7 @@ import emulated
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import KERNEL
+from cuda_on_cpu import KERNEL, ptx
 from cuda_on_cpu.ptx import translate
 from emulated import EmulatedDevice, emulated_gpu
 from gradwire.compress import CODECS, ChunkedTopK, Codec, OneBit, RandomK, TernGrad, Threshold, new_draw
@@ -112,9 +112,10 @@ MOST = {
 @pytest.mark.parametrize("codec", MOST, ids=str)
 def test_no_byte_is_moved_twice(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of normal numbers. A warp issues an instruction as often as that of its lanes which executes it most often."""
-    monkeypatch.setattr(emulated.ptx, "translate", partial(translate, counted=True))
+    monkeypatch.setattr(ptx, "translate", partial(translate, counted=True))
     monkeypatch.setattr(emulated, "_ptx_modules", {})
-    numel, found = 5 * 4096, []
+    numel = 5 * 4096
+    found: list[tuple[float, float]] = []
     wires = torch.zeros(8, codec.wire_bytes(numel), dtype=torch.uint8)
     with emulated_gpu(EmulatedDevice(architecture=90, sm_count=1)) as device, use_backend("cuda"):
         workspace = codec.workspace(numel)
