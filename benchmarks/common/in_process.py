@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...compress.backends import ScratchPool
 from ...hooks.comm.group import Group
 from ...hooks.comm.ports import Stages, Work
 
@@ -92,7 +93,7 @@ class InProcessGroup(Group):
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
-        self._ranks = range(world.size)
+        self._ranks, self.scratch = range(world.size), ScratchPool()
         self._calls = self._gathers = self._tag = 0
 
     def channel(self, name: str) -> InProcessGroup:

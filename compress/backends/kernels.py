@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats.wire import Part
-from .low_precision import LowPrecisionVector
+from .low_precision import LowPrecisionVector, ScratchPool
 from .places import add_at
 
 
@@ -50,12 +50,14 @@ class Workspace:
             occur in a sound wire, and records (sparse and cast codecs: positions) that are not finite.
         buffers: what the backend keeps between calls (scratch, a predicted threshold, what it has prepared).
         codec, kernels: whose it is, and what runs that; None in one that a backend has made by itself.
+        scratch: vectors for the length of a call, which workspaces of other lengths may share.
     """
 
     status: Tensor
     buffers: dict[Hashable, Any] = field(default_factory=dict)
     codec: CodecLike | None = None
     kernels: Kernels | None = None
+    scratch: ScratchPool = field(default_factory=ScratchPool)
 
     @staticmethod
     def on(device: torch.device | str) -> Workspace:
@@ -151,11 +153,9 @@ class Kernels(ABC, Generic[C]):
         workspace: Workspace,
     ) -> None:
         """`encode_feedback` of what comes out of a momentum that a gradient enters."""
-        out: Tensor | None = workspace.buffers.get("momentum input")
-        if out is None or out.numel() != x.numel():
-            out = workspace.buffers["momentum input"] = torch.empty_like(residual)
-        x.into(out)
-        self.encode_feedback(codec, out, residual, wire, draw, workspace)
+        with workspace.scratch.open(x.numel(), residual.device) as out:
+            x.into(out)
+            self.encode_feedback(codec, out, residual, wire, draw, workspace)
 
     def entries_of(self, codec: C, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         """The entries on a sound wire of a sparse codec that this rank has encoded, without a pass over all elements

@@ -15,6 +15,8 @@ that is read ever fails to be finite. NumPy's code in `reference` is the specifi
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -67,28 +69,30 @@ def _sound(x: Tensor) -> Tensor:
 
 
 class ScratchPool:
-    """Memory in which vectors are float32 while somebody works on them, used again by the next. Not for two threads."""
-
-    #: As many are open at a time: a rank's own, and a part of it that it keeps for others.
-    KEPT = 2
+    """float32 memory that somebody works in for a while, used again by the next: as many vectors as are open at a time,
+    however many buckets there are. Not for two threads."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        #: By device, or by a GPU's stream, in whose order one use follows another; in ascending order of lengths.
+        self._free: defaultdict[object, list[Tensor]] = defaultdict(list)
 
-    def take(self, numel: int, device: torch.device) -> Tensor:
-        if device.type != "cpu":  # torch keeps what is given back, for each stream
-            return torch.empty(numel, dtype=torch.float32, device=device)
-        fitting = [room for room in self._free if len(room) >= numel]
-        if not fitting:
-            return torch.empty(numel, dtype=torch.float32, device="cpu")
-        room = min(fitting, key=len)
-        self._free = [other for other in self._free if other is not room]
-        return room[:numel]
+    @contextmanager
+    def open(self, numel: int, device: torch.device) -> Iterator[Tensor]:
+        """A vector of any content, float32 [numel]; on a GPU for the current stream alone."""
+        free = self._free[torch.cuda.current_stream(device) if device.type == "cuda" else device]
+        place = next((place for place, room in enumerate(free) if len(room) >= numel), -1)
+        room = free.pop(place) if free else None
+        if room is None or len(room) < numel:  # in the place of the longest that is too short
+            room = torch.empty(numel, dtype=torch.float32, device=device)
+        try:
+            yield room[:numel]
+        finally:
+            insort(free, room, key=len)
 
-    def give(self, room: Tensor) -> None:
-        if room.device.type == "cpu":
-            whole = room if room._base is None else room._base
-            self._free = sorted([*self._free, whole], key=len)[-self.KEPT :]
+    def clear(self) -> None:
+        """Drop what is not open: buckets are others now, and may be smaller. DDP's first step has one for all."""
+        for free in self._free.values():
+            free.clear()
 
 
 class LowPrecisionVector:
@@ -157,9 +161,6 @@ class LowPrecisionVector:
     def open(self) -> Iterator[Tensor]:
         """The vector as float32 [n], to be changed in place: rounded and kept at the end of the block, unless an
         exception ended it."""
-        wide = self.scratch.take(self.numel(), self.device)
-        try:
+        with self.scratch.open(self.numel(), self.device) as wide:
             yield self.read(wide)
             self.write(wide)
-        finally:
-            self.scratch.give(wide)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -142,10 +143,11 @@ class PowerSGDKernels(Kernels):
         return found[2]
 
     def encode(self, codec: PowerSGDLike, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        total = x
-        if x.dtype != torch.float32:
-            total = self._room("total", x.numel(), x.device, workspace).copy_(x)
-        self._encode(codec, total, wire, draw, workspace)
+        if x.dtype == torch.float32:
+            self._encode(codec, x, wire, draw, workspace)
+            return
+        with workspace.scratch.open(x.numel(), x.device) as total:
+            self._encode(codec, total.copy_(x), wire, draw, workspace)
 
     def encode_feedback(
         self,
@@ -156,22 +158,23 @@ class PowerSGDKernels(Kernels):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
-        total = torch.add(grad, residual, out=self._room("total", grad.numel(), grad.device, workspace))
-        matrices = self._encode(codec, total, wire, draw, workspace)
-        _, left, right = matrices.split(wire)
-        self.leave(matrices, left, right, total, residual)
+        with workspace.scratch.open(grad.numel(), grad.device) as total:
+            torch.add(grad, residual, out=total)
+            matrices = self._encode(codec, total, wire, draw, workspace)
+            _, left, right = matrices.split(wire)
+            self.leave(matrices, left, right, total, residual)
 
     def decode_add(self, codec: PowerSGDLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         matrices = self.matrices(codec, out.numel(), out.device, workspace)
         self.add(matrices, wire.view(torch.float32), out, alpha, False, workspace.status)
 
     def decode_mean(self, codec: PowerSGDLike, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        matrices, total = self.matrices(codec, out.numel(), out.device, workspace), out
-        if out.dtype != torch.float32:
-            total = self._room("total", out.numel(), out.device, workspace)
-        for rank, wire in enumerate(wires[0]):
-            self.add(matrices, wire.view(torch.float32), total, 1.0, rank == 0, workspace.status)
-        divide(total, len(wires[0]), out)
+        matrices = self.matrices(codec, out.numel(), out.device, workspace)
+        wide = nullcontext(out) if out.dtype == torch.float32 else workspace.scratch.open(out.numel(), out.device)
+        with wide as total:
+            for rank, wire in enumerate(wires[0]):
+                self.add(matrices, wire.view(torch.float32), total, 1.0, rank == 0, workspace.status)
+            divide(total, len(wires[0]), out)
 
     def _encode(
         self, codec: PowerSGDLike, total: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
@@ -181,17 +184,10 @@ class PowerSGDKernels(Kernels):
         whole, left, right = matrices.split(wire)
         self.take(matrices, total, whole)
         if matrices.left:
-            start = self._room("start", matrices.right, total.device, workspace)
-            self.draw(matrices, draw, start)
-            self.left(matrices, total, start, left)
+            with workspace.scratch.open(matrices.right, total.device) as start:
+                self.draw(matrices, draw, start)
+                self.left(matrices, total, start, left)
             self.orthonormalise(matrices, left)
             self.right(matrices, total, left, right)
             self.settle(matrices, left, right)
         return matrices
-
-    @staticmethod
-    def _room(name: str, numel: int, device: torch.device, workspace: Workspace) -> Tensor:
-        room: Tensor | None = workspace.buffers.get(name)
-        if room is None or room.numel() != numel:
-            room = workspace.buffers[name] = torch.empty(numel, dtype=torch.float32, device=device)
-        return room

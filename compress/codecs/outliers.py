@@ -117,17 +117,7 @@ class OutlierKernels(Kernels[Outliers]):
         workspace = Workspace.on(device)
         for part in (codec.selection, codec.inner):
             self._part(part, numel, workspace)
-        self._sum(numel, workspace)
         return workspace
-
-    @staticmethod
-    def _sum(numel: int, workspace: Workspace) -> Tensor:
-        """Memory for float32 [n + 1], made when it is first asked for."""
-        found: Tensor | None = workspace.buffers.get(("sum", numel))
-        if found is None:
-            found = torch.zeros(numel + 1, dtype=torch.float32, device=workspace.status.device)
-            workspace.buffers["sum", numel] = found
-        return found
 
     def _part(self, codec: Codec, numel: int, workspace: Workspace) -> tuple[Kernels, Workspace]:
         """The kernels of the selection or of the inner code, and their memory, made when it is first asked for."""
@@ -146,23 +136,21 @@ class OutlierKernels(Kernels[Outliers]):
             inner.prepare(codec.inner, kind, device)
 
     def encode(self, codec: Outliers, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
-        total = self._sum(len(x), workspace)
-        total[:-1].copy_(x)
         indices, values, blocks = wire.split(codec.part_bytes(len(x)))
-        row, found, at, taken = self._select(codec, total[:-1], workspace)
-        total.index_copy_(0, at, total[at].masked_fill_(taken, 0.0))
         inner, room = self._part(codec.inner, len(x), workspace)
-        inner.encode(codec.inner, total[:-1], blocks, draw, room)
+        with workspace.scratch.open(len(x), x.device) as total:
+            row, found, at, taken = self._select(codec, total.copy_(x), workspace)
+            total.index_copy_(0, at, total[at].masked_fill_(taken, 0.0))
+            inner.encode(codec.inner, total, blocks, draw, room)
         self.entries.pack_indices(row[1:], row[:1], 0, len(x), indices)
         self.entries.pack_values(found, codec.values, values)
 
     def encode_feedback(
         self, codec: Outliers, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
-        total = self._sum(len(grad), workspace)
-        torch.add(grad, residual, out=total[:-1])
         indices, values, blocks = wire.split(codec.part_bytes(len(grad)))
-        row, found, at, taken = self._select(codec, total[:-1], workspace)
+        with workspace.scratch.open(len(grad), grad.device) as total:
+            row, found, at, taken = self._select(codec, torch.add(grad, residual, out=total), workspace)
         # With the gradient the residual there gives zero, which is what the inner code has of it.
         residual.index_copy_(0, at, torch.where(taken, -grad.index_select(0, at), residual.index_select(0, at)))
         inner, room = self._part(codec.inner, len(grad), workspace)
@@ -221,28 +209,28 @@ class OutlierKernels(Kernels[Outliers]):
             entries = list(zip(places.masked_fill(~sound, numel), found, strict=True))
             cuts = [[0, k]] * ranks
         in_place = device.type == "cpu" and out.dtype == torch.float32
-        total = self._sum(min(piece, numel), workspace)
-        for number, start in enumerate(range(0, numel, piece)):
-            target = out[start : start + piece]
-            begin = start // block * codec.inner.wire_bytes(block)
-            sums = target if in_place else total
-            part = sums[: len(target)]
-            if alpha is None:
-                part.zero_()
-            elif not in_place:
-                part.copy_(target)
-            inner, room = self._part(codec.inner, len(target), workspace)
-            codes = blocks[:, begin : begin + codec.inner.wire_bytes(len(target))]
-            for code, (at, value), cut in zip(codes, entries, cuts, strict=True):
-                first, last = cut[number : number + 2]
-                here = at[first:last] - start
-                instead = sums.index_select(0, here) + times * value[first:last]
-                inner.decode_add(codec.inner, code, part, times, room)
-                sums.index_copy_(0, here, instead)
-            if alpha is None:
-                divide(part, ranks, target)
-            elif not in_place:
-                target.copy_(part)
+        with workspace.scratch.open(min(piece, numel) + 1, device) as total:
+            for number, start in enumerate(range(0, numel, piece)):
+                target = out[start : start + piece]
+                begin = start // block * codec.inner.wire_bytes(block)
+                sums = target if in_place else total
+                part = sums[: len(target)]
+                if alpha is None:
+                    part.zero_()
+                elif not in_place:
+                    part.copy_(target)
+                inner, room = self._part(codec.inner, len(target), workspace)
+                codes = blocks[:, begin : begin + codec.inner.wire_bytes(len(target))]
+                for code, (at, value), cut in zip(codes, entries, cuts, strict=True):
+                    first, last = cut[number : number + 2]
+                    here = at[first:last] - start
+                    instead = sums.index_select(0, here) + times * value[first:last]
+                    inner.decode_add(codec.inner, code, part, times, room)
+                    sums.index_copy_(0, here, instead)
+                if alpha is None:
+                    divide(part, ranks, target)
+                elif not in_place:
+                    target.copy_(part)
 
     @staticmethod
     def _counting(row: Tensor, values: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor]:

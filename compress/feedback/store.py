@@ -258,6 +258,7 @@ class FeedbackStore:
         for old in olds:
             if not old.count:
                 self._drop(old)
+        self._scratch.clear()
         return memory
 
     def _kept_as(self, vector: str, flat: Tensor) -> Vector:

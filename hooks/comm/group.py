@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compress.backends import ScratchPool
 from .bruck_gather import Dissemination
 from .coded_message import CodedMessage
 from .linger import linger, linger_with
@@ -76,6 +77,8 @@ class Group(PointToPoint):
         self.timeout: timedelta | None = None
         self._tag = 0
         self._launches: bool | None = None
+        #: Memory that exchanges of several buckets share.
+        self.scratch = ScratchPool()
         self._channels = _channels.setdefault(process_group, Channels(NEVER_SENT - NAMED))
         self.traffic = _traffic.setdefault(process_group, Traffic())
         _groups.add(self)

@@ -122,10 +122,6 @@ class Step:
     settled: bool = False
     _undone: bool = False
 
-    def let_go(self) -> None:
-        """Drop the buffers: the means have been used."""
-        self.reduced = [(bucket, buffer[:0].clone()) for bucket, buffer in self.reduced]
-
     @property
     def undone(self) -> bool:
         """True if the scaler will skip the step. Waits for the device where only the device knows."""

@@ -773,8 +773,6 @@ class CompressState(BackwardFront):
             raise
         self._discarded.expect(step)
         at_end(partial(self._discarded.reclaim_unused, pipeline))
-        if frees_buckets(model):
-            at_end(step.let_go)
         if interruption is not None:  # DDP must apply the means first, as on the other ranks
             raise_at_end(interruption)
 

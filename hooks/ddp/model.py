@@ -242,14 +242,14 @@ class UnusedMeans(DiscardedMeans):
         if step is None or step.settled:
             return
         step.settled = True
-        if self._counts is None:
-            return
-        counts = self._counts.tolist()  # by now summed over the ranks
-        unused = {name for name, count in zip(self._parameters, counts, strict=True) if count == 0}
-        if unused:
-            # Before anything changes the gradients, or DDP's buckets.
-            pipeline.submit(partial(self._keep_unused, step, unused))
-            pipeline.wait()
+        if self._counts is not None:
+            counts = self._counts.tolist()  # by now summed over the ranks
+            unused = {name for name, count in zip(self._parameters, counts, strict=True) if count == 0}
+            if unused:
+                # Before anything changes the gradients, or DDP's buckets.
+                pipeline.submit(partial(self._keep_unused, step, unused))
+                pipeline.wait()
+        step.reduced.clear()  # else DDP's buckets would live until the next step, beside those of its rebuild
 
     def _keep_unused(self, step: Step, names: set[str]) -> Tensor:
         for layout, mean, buffer in self._returned(step):

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...compress.backends import Workspace
 from ...compress.codec import Codec
 from ...compress.codecs.cast import Identity
 from ...compress.feedback.base import FeedbackState
@@ -99,6 +100,7 @@ class Exchange(ABC):
     def __init__(self, codec: Codec, numel: int, extra: int, device: torch.device, group: Group) -> None:
         self.codec, self.numel, self.extra, self.device, self.group = codec, numel, extra, device, group
         self.rank, self.world_size = group.rank, group.size
+        group.scratch.clear()
         self.workspaces = [IDENTITY.workspace(1, device)]
         self.ports: list[Port] = []
 
@@ -144,6 +146,12 @@ class Exchange(ABC):
         """Counts since this exchange was made, int64[2] each, to be added: entries skipped, and records not finite. The
         same list, of the same memory, in every step."""
         return [workspace.status for workspace in self.workspaces]
+
+    def workspace(self, codec: Codec, numel: int) -> Workspace:
+        """A workspace whose scratch memory is shared with other buckets."""
+        workspace = codec.workspace(numel, self.device)
+        workspace.scratch = self.group.scratch
+        return workspace
 
     def bytes(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)

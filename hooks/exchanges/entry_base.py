@@ -55,7 +55,7 @@ class SelectingExchange(Exchange):
         self.k = codec.k(numel) if numel else 0
         self.wire = self.bytes(self.select.wire_bytes(numel) if numel else 0)
         if numel:
-            self.workspaces.append(self.select.workspace(numel, device))
+            self.workspaces.append(self.workspace(self.select, numel))
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
 
     @classmethod

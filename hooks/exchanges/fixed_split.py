@@ -43,8 +43,7 @@ class FixedSizeSplit(FixedSizeExchange):
         self.parts = self.received.split([*sizes, 4 * extra], dim=1)
         self.to_all = self.persistent_gather(self.received, self.row)
         if numel:
-            self.workspaces.append(self.back.workspace(partition.span, device))
-            self.mean = torch.zeros(partition.span, dtype=torch.float32, device=device)
+            self.workspaces.append(self.workspace(self.back, partition.span))
 
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
@@ -74,21 +73,26 @@ class FixedSizeSplit(FixedSizeExchange):
         if self.extra:
             self.tail.view(torch.float32).copy_(x.extra)
         if self.numel:
-            rows, rotation = self.rows_for(x.feedback), x.draw[1]
-            x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
-            rows.dealer.deal(self.entries, rotation)
-            yield rows.to_owners.start()
-            rows.dealer.mean(rows.received, self.mean, x.out)
-            self.back.encode(self.mean, self.encoded, x.owner_draw, self.workspaces[2])
-        yield self.to_all.start()
-        if self.numel:
-            with x.feedback.open() as residual:
-                means = self.parts[0], self.parts[1]
-                rows.dealer.deliver(self.entries, rotation, means, self.mean, self.rank, x.out, residual, self.counted)
-                if x.feedback.follows_entries:
-                    x.feedback.on_unsent(used_places(self.indices, self.count)[0], rows.dealer.later)
+            yield from self._reduce_entries(x)
+        else:
+            yield self.to_all.start()
         if self.extra:
             self._decode_extra(self.parts[2], x.extra)
+
+    def _reduce_entries(self, x: ExchangeArgs) -> Stages:
+        rows, rotation = self.rows_for(x.feedback), x.draw[1]
+        x.feedback.encode(self.select, x.grad, self.wire, x.draw, self.workspaces[1])
+        rows.dealer.deal(self.entries, rotation)
+        yield rows.to_owners.start()
+        with self.group.scratch.open(self.partition.span, self.device) as mean:
+            rows.dealer.mean(rows.received, mean, x.out)
+            self.back.encode(mean, self.encoded, x.owner_draw, self.workspaces[2])
+            yield self.to_all.start()
+            with x.feedback.open() as residual:
+                means = self.parts[0], self.parts[1]
+                rows.dealer.deliver(self.entries, rotation, means, mean, self.rank, x.out, residual, self.counted)
+                if x.feedback.follows_entries:
+                    x.feedback.on_unsent(used_places(self.indices, self.count)[0], rows.dealer.later)
 
     def rows_for(self, feedback: FeedbackState) -> OwnerMessages:
         """The rows to the owners, of the capacity that this feedback needs."""

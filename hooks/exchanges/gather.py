@@ -23,7 +23,7 @@ class Gather(Exchange):
         super().__init__(codec, numel, extra, device, group)
         self.sizes = codec.part_bytes(numel) if numel else (0,)
         if numel:
-            self.workspaces.append(codec.workspace(numel, device))
+            self.workspaces.append(self.workspace(codec, numel))
         # One buffer for the whole wire, its parts one after the other, and the extra elements behind the last.
         self.row = self.bytes(sum(self.sizes) + 4 * extra)
         self.wire, tail = self.row.split([sum(self.sizes), 4 * extra])

@@ -36,7 +36,7 @@ class Factors(Exchange):
         self.numbers = torch.zeros(codec.wire_bytes(numel) // 4 if numel else 0, dtype=torch.float32, device=device)
         first = len(self.numbers)
         if numel:
-            self.workspaces = [IDENTITY.workspace(numel, device), codec.workspace(numel, device)]
+            self.workspaces = [self.workspace(IDENTITY, numel), self.workspace(codec, numel)]
             kernels = codec.kernels(device)
             assert isinstance(codec, PowerSGD)  # `carries` saw to it
             assert isinstance(kernels, PowerSGDKernels)

@@ -51,7 +51,7 @@ class ReduceScatter(Exchange):
         self.rows = [row[HEAD_BYTES : HEAD_BYTES + sum(sizes)] for row in sent]
         self.extras = sent[:, self.row_bytes - 4 * extra :].view(torch.float32) if extra else None
         if numel:
-            self.workspaces.append(codec.workspace(numel, device))
+            self.workspaces.append(self.workspace(codec, numel))
         # Each row has a draw of its own, or elements at the same place of two rows would share their noise.
         self.draws = torch.zeros(ranks, 3, dtype=torch.int64, device=device)
         self.streams = torch.zeros_like(self.draws)

@@ -29,10 +29,10 @@ class TwoPass(Exchange):
         self.slice_bytes = codec.wire_bytes(self.slice) if numel else 0
         self.back = codec.second_pass()
         self.back_bytes = self.back.wire_bytes(self.slice) if numel else 0
-        self.start, own = self._range(self.rank)
+        self.start, self.own = self._range(self.rank)
+        own = self.own
         sent = self.bytes(self.world_size * self.slice_bytes)  # whole slices: padded behind the last record
         self.slices = self.bytes(self.world_size * self.slice_bytes).view(self.world_size, self.slice_bytes)
-        self.mean = torch.zeros(own, dtype=torch.float32, device=device)
         self.row = self.bytes(self.back_bytes + 4 * extra)
         self.received = group.gather_output(self.world_size, self.row.numel(), device=device)
         self.to_owners = self.persistent_swap(self.slices, sent)
@@ -43,7 +43,7 @@ class TwoPass(Exchange):
         self.sent = self.row[: self.back.wire_bytes(own) if own else 0]
         self.wires = self._wires()
         for code in (codec,) if self.back is codec else (codec, self.back):
-            self.workspaces += [code.workspace(size, device) for size in (numel, own) if size]
+            self.workspaces += [self.workspace(code, size) for size in (numel, own) if size]
         self.decoding, self.encoding = self.workspaces[-2 if own else -1], self.workspaces[-1]
 
     def _range(self, rank: int) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class TwoPass(Exchange):
 
     @property
     def owned_slices(self) -> list[OwnedSlice]:
-        return [(self.start, self.mean.numel(), self.world_size)] if self.mean.numel() else []
+        return [(self.start, self.own, self.world_size)] if self.own else []
 
     @property
     def bytes_sent(self) -> int:
@@ -93,10 +93,11 @@ class TwoPass(Exchange):
         if self.numel:
             x.feedback.encode(self.codec, x.grad, self.wire, x.draw, self.workspaces[1])
             yield self.to_owners.start()
-        if self.mean.numel():
-            self.codec.decode_mean(self.arrived, self.mean, self.workspaces[2])
+        if self.own:
             feedback = x.owned[0] if x.owned else NOTHING
-            feedback.encode(self.back, self.mean, self.sent, x.owner_draw, self.encoding)
+            with self.group.scratch.open(self.own, self.device) as mean:
+                self.codec.decode_mean(self.arrived, mean, self.workspaces[2])
+                feedback.encode(self.back, mean, self.sent, x.owner_draw, self.encoding)
         yield self.to_all.start()
         for start, length, wire in self.wires:
             self.back.decode_mean((wire,), x.out[start : start + length], self.decoding)

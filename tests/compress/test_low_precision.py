@@ -159,7 +159,7 @@ def test_memory_is_what_the_pages_say(codec: Codec, dtype: torch.dtype, most: fl
         own += sum(vector.nbytes for part in kept._owned for vector in part.kept.held.values())
         copies += sum(vector.nbytes for vector in kept._saved.vectors.values())
         copies += sum(part.residual.nbytes for part in kept._saved.owned)
-    rooms = sum(room.nbytes for room in memory._scratch._free)
+    rooms = sum(room.nbytes for rooms in memory._scratch._free.values() for room in rooms)
     assert own <= 1.5 * most * numel * buckets
     assert copies == own
     assert rooms <= 2 * 4 * numel, "of two buckets at the most, however many there are"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -137,6 +137,8 @@ class Machine:
     Attributes:
         waited: how often a host has waited for the device.
         launches: how many have run.
+        held: bytes that each rank has allocated and not freed, by rank.
+        most: the most of them, by rank and step (`never_waiting`).
     """
 
     schedule: Schedule = field(default_factory=Schedule)
@@ -146,6 +148,7 @@ class Machine:
         self.host = Host()
         self.random = random.Random(self.schedule.seed)
         self.waited = self.launches = 0
+        self.held, self.most = Counter[int](), Counter[tuple[int, int]]()
         self.closed = False
         #: Lets other ranks go on; without any there is nobody who could.
         self.yield_until: Callable[[Callable[[], bool], str], None] | None = None
@@ -250,9 +253,17 @@ class Machine:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def freed(self, memory: Tensor, stream: Stream, users: set[Stream]) -> None:
+    def allocated(self, size: int) -> int:
+        """Returns the rank that holds so many bytes more."""
+        rank = self.host.rank
+        self.held[rank] += size
+        self.most[rank, self.step] = max(self.most[rank, self.step], self.held[rank])
+        return rank
+
+    def freed(self, memory: Tensor, rank: int, stream: Stream, users: set[Stream]) -> None:
         """The allocator gives a block to whoever asks next on its stream: at once as that stream sees it, unless
         others are recorded as its users."""
+        self.held[rank] -= memory.untyped_storage().nbytes()
         if self.closed:
             return
         if users - {stream}:
@@ -275,7 +286,8 @@ class Block:
         machine = active()
         self.users: set[Stream] = set()
         memory = torch.empty(0, dtype=torch.uint8).set_(inner.untyped_storage())
-        weakref.finalize(self, machine.freed, memory, machine.current, self.users).atexit = False
+        rank = machine.allocated(memory.untyped_storage().nbytes())
+        weakref.finalize(self, machine.freed, memory, rank, machine.current, self.users).atexit = False
 
 
 _active: list[Machine] = []

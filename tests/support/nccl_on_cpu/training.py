@@ -62,6 +62,7 @@ class Recipe:
     abandons: bool = False
     reads: bool = False
     seed: int = 0
+    buckets: tuple[dict[str, tuple[int, ...]], ...] = BUCKETS
 
 
 @dataclass
@@ -127,7 +128,7 @@ def train(
     memory = FeedbackStore(recipe.strategy, keep_previous=scaler is not None)
     tracker, statistics = ScalerSync(LossScale(scaler), memory), Statistics()
     session = Meeting(world, rank, device, recipe.nodes)
-    shapes = [shape for bucket in BUCKETS for shape in bucket.values()]
+    shapes = [shape for bucket in recipe.buckets for shape in bucket.values()]
     numel = sum(torch.Size(shape).numel() for shape in shapes)
     reducer = Reducer(session, memory, tracker, statistics, recipe.seed, clean=False, numel=numel)
     if alter is not None:
@@ -135,10 +136,10 @@ def train(
     choice = Choice(recipe.codec, recipe.exchange, recipe.feedback)
     place: Callable[[Tensor], Tensor] = on_gpu if device.type == "cuda" else Tensor.clone
     data = [
-        [place(gradient(recipe, rank, step, i, _slots(bucket)[1])) for i, bucket in enumerate(BUCKETS)]
+        [place(gradient(recipe, rank, step, i, _slots(bucket)[1])) for i, bucket in enumerate(recipe.buckets)]
         for step in range(recipe.steps)
     ]
-    buffers = [place(torch.zeros(_slots(bucket)[1], dtype=recipe.dtype)) for bucket in BUCKETS]
+    buffers = [place(torch.zeros(_slots(bucket)[1], dtype=recipe.dtype)) for bucket in recipe.buckets]
     applied = [place(torch.zeros(buffer.numel())) for buffer in buffers]
     units: dict[int, Bucket] = {}
     for number in range(recipe.steps):
@@ -146,7 +147,7 @@ def train(
         with nullcontext() if recipe.reads else world.machine.never_waiting():
             step = reducer.begin(number, choice)
             futures = []
-            for i, bucket in enumerate(BUCKETS):
+            for i, bucket in enumerate(recipe.buckets):
                 buffer, grad = buffers[i].clone() if last else buffers[i], data[number][i]
                 buffer.copy_(grad if scaler is None else scaler.scale(grad))  # backward
                 if i not in units:

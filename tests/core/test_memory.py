@@ -1,0 +1,67 @@
+"""Memory of a training step: bytes a parameter beyond plain DDP's, however many buckets there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from gradwire.compress import Codec, Feedback, Identity, OneBit, Outliers, PowerSGD, TopK
+from memory import INT8, Case, beyond_ddp
+from nccl_on_cpu import World
+from nccl_on_cpu.training import Recipe, outcomes
+from ranks import Pool
+
+Ranks = Callable[[int], Pool]
+#: Bytes a parameter at the peak of a step on CPUs, with the residual in it.
+OWNERS: dict[Case, float] = {
+    (OneBit(), "two_pass", None): 8.0,
+    (OneBit(), "two_pass", INT8): 4.0,
+    (Outliers(OneBit()), "gather", None): 7.2,
+}
+OTHERS: dict[Case, float] = {
+    (OneBit(), "gather", None): 5.2,
+    (OneBit(), "gather", INT8): 2.2,
+    (TopK(), "split", None): 6.6,
+    (PowerSGD(), "factors", None): 6.2,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "limits"), [(2, OWNERS), (2, OTHERS), (4, OTHERS)])
+def test_bytes_a_parameter(ranks: Ranks, size: int, limits: dict[Case, float]) -> None:
+    """In no step more than these, nor while DDP has buckets of before and after its rebuild."""
+    found = ranks(size).run(beyond_ddp, list(limits), 16)
+    for (case, most), *peaks in zip(limits.items(), *found, strict=True):
+        for first, later in peaks:
+            assert later < most, f"{case}: {later:.2f} bytes a parameter"
+            assert first < most + 2.0, f"{case}: {first:.2f} bytes a parameter in the first steps"
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "strategy", "most"),
+    [
+        (OneBit(), "two_pass", None, 6.8),
+        (OneBit(), "two_pass", INT8, 2.4),
+        pytest.param(PowerSGD(), "factors", None, 6.0, marks=pytest.mark.slow),
+        pytest.param(TopK(0.01), "split", None, 8.0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_bytes_a_parameter_of_another_bucket_on_a_gpu(
+    codec: Codec, exchange: str, strategy: Feedback | None, most: float
+) -> None:
+    """Memory that buckets share is not in it."""
+    side, few, more = 64 if codec == OneBit() else 128, 2, 4
+
+    def peak(recipe: Recipe) -> int:
+        world = World(2)
+        outcomes(recipe, world)
+        return max(size for (_, step), size in world.machine.most.items() if step == recipe.steps - 1)
+
+    def beyond(count: int) -> int:
+        buckets = tuple({f"{number}.weight": (side, side)} for number in range(count))
+        plain = Recipe(Identity(), "dense", steps=3, buckets=buckets)
+        return peak(replace(plain, codec=codec, exchange=exchange, strategy=strategy)) - peak(plain)
+
+    assert (beyond(more) - beyond(few)) / ((more - few) * side * side) < most
