@@ -353,8 +353,9 @@ def test_pieces_are_packed_as_each_would_be(
         kernels.pack_index_pieces(indices, table, wires[0])
         kernels.pack_value_pieces(values, table, dtype, wires[1])
         packed = [wire.clone() for wire in wires]
-        for wire in wires if share is not None else ():
-            wire.copy_(torch.from_numpy(np.packbits(rng.random(8 * len(wire)) < share)))
+        if share is not None:
+            for wire in wires:
+                wire.copy_(torch.from_numpy(np.packbits(rng.random(8 * len(wire)) < share)))
         found = [memory.put(torch.zeros_like(x)) for x in (indices, values)]
         kernels.unpack_index_pieces(wires[0], table, found[0])
         kernels.unpack_value_pieces(wires[1], table, dtype, found[1])
