@@ -136,11 +136,17 @@ class LanguageModel(nn.Module):
 
     Rotary positions (Su et al. 2021), normalized queries and keys, squared ReLU (So et al. 2021): they learn fast.
     Normalizations without gain and layers without bias: every parameter is a matrix.
+
+    Args:
+        std: of the normal numbers that parameters begin with, as GPT-2's do (Radford et al. 2019): 0.02, with those of
+            layers that end a block divided by √(2 · layers). None: each block begins as the identity and learns faster.
     """
 
     angles: Tensor
 
-    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64) -> None:
+    def __init__(
+        self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64, std: float | None = None
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -149,7 +155,10 @@ class LanguageModel(nn.Module):
         frequencies = 10000 ** -(torch.arange(half) / half)
         self.register_buffer("angles", torch.arange(context)[:, None] * frequencies, persistent=False)
         for name, parameter in self.named_parameters():
-            if name.endswith(("merge.weight", "narrow.weight", "head.weight")):
+            if std is not None:
+                ends = name.endswith(("merge.weight", "narrow.weight"))
+                nn.init.normal_(parameter, std=std / (2 * layers) ** 0.5 if ends else std)
+            elif name.endswith(("merge.weight", "narrow.weight", "head.weight")):
                 nn.init.zeros_(parameter)  # each block begins as the identity, and every byte as likely
             elif not name.startswith("embedding"):
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)

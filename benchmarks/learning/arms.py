@@ -158,6 +158,12 @@ LEARNED = {
     "local5-chunked25": LearningArm(ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5)),
     "local5-wide3": LearningArm(ChunkedTopK(k=1000, chunk=32768), "gather", Residual(), rounds=RoundSchedule(5)),
     "local10-ternary": LearningArm(Ternary(), "two_pass", Residual(), rounds=RoundSchedule(10)),
+    "kept1-chunked25": LearningArm(
+        ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(1, unsent=True)
+    ),
+    "kept5-chunked25": LearningArm(
+        ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5, unsent=True)
+    ),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),
     "stages4-q6-q4": _stages(6, 4),

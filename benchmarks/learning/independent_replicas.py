@@ -19,15 +19,17 @@ from .tasks import Batch, Task
 @dataclass(frozen=True)
 class RoundSchedule:
     """When replicas exchange: after `every` steps. The mean arrives `delay` steps later, and with `carry` what was
-    trained meanwhile is kept: arguments of `LocalUpdates`."""
+    trained meanwhile is kept, and with `unsent` what has not been sent: arguments of `LocalUpdates`."""
 
     every: int
     delay: int = 0
     carry: bool = False
+    unsent: bool = False
 
     def __str__(self) -> str:
         late = f", delay {self.delay}" if self.delay else ""
-        return f"every {self.every} steps{late}" + (", carried" if self.carry else "")
+        steps = "every step" if self.every == 1 else f"every {self.every} steps"
+        return steps + late + (", carried" if self.carry else "") + (", unsent kept" if self.unsent else "")
 
 
 class IndependentReplicas:
@@ -69,8 +71,8 @@ class IndependentReplicas:
             update(optimizers, rate, self.task.clip)
         self.steps, self.agree = self.steps + 1, False
         if self._due is not None and self.steps >= self._due:
-            self._move(self.rounds.carry)
-        return 0 if self.steps % self.rounds.every else self._round(self.rounds.delay)
+            self._move(self.rounds.carry, self.rounds.unsent)
+        return 0 if self.steps % self.rounds.every else self._round(self.rounds.delay, self.rounds.unsent)
 
     def synchronise(self) -> int:
         """A round, unless all have the same parameters. Returns the bytes that a rank received."""
@@ -78,17 +80,19 @@ class IndependentReplicas:
             self._move(self.rounds.carry)
         return 0 if self.agree else self._round(0)
 
-    def _round(self, delay: int) -> int:
+    def _round(self, delay: int, unsent: bool = False) -> int:
         self._means = [shared.difference(restart=self.rounds.carry and delay > 0) for shared in self.shared]
         self.ranks.reduce(self._means)
         self._due = self.steps + delay
         if not delay:
-            self._move(carry=False)
-            self.agree = True
+            self._move(carry=False, unsent=unsent)
+            self.agree = not unsent
         return self.ranks.bytes_received
 
-    def _move(self, carry: bool) -> None:
+    def _move(self, carry: bool, unsent: bool = False) -> None:
         """Apply the means that have been exchanged."""
-        for shared, mean in zip(self.shared, self._means, strict=True):
+        for shared, mean, memory in zip(self.shared, self._means, self.ranks.memories, strict=True):
             shared.move(mean, keep_local=carry)
+            if unsent:
+                shared.take_unsent(memory)
         self._due = None

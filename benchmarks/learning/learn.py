@@ -108,14 +108,16 @@ def optimizers_of(task: Task, model: nn.Module, way: LearningArm) -> list[torch.
     named = dict(model.named_parameters())
     matrices = {name: p for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2}
     rest = [p for name, p in named.items() if task.optimizer == "adamw" or name not in matrices]
-    adamw = torch.optim.AdamW(rest, betas=(min(momentum, MOMENTUM), 0.99), weight_decay=0.01, fused=True)
+    adamw = torch.optim.AdamW(
+        rest, betas=(min(momentum, MOMENTUM), task.beta2), weight_decay=task.weight_decay, fused=True
+    )
     if task.optimizer == "adamw":
         return [adamw]
     muon = torch.optim.Muon(
         matrices.values(),
         momentum=momentum,
         nesterov=momentum > 0.0,
-        weight_decay=0.01,
+        weight_decay=task.weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
     return [muon, adamw]

@@ -47,7 +47,7 @@ class Task(ABC):
         margin: equal loss is within this share of what float32 ends at with the same seed.
         optimizer: "sgd", with a momentum of 0.9, or "adamw".
         clip: largest norm of the averaged gradient.
-        beta: β1 of AdamW.
+        beta, beta2, weight_decay: of AdamW.
     """
 
     loss_unit: ClassVar[str]
@@ -62,6 +62,8 @@ class Task(ABC):
     optimizer: str = "sgd"
     clip: float = 1.0
     beta: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.01
 
     @property
     @abstractmethod
@@ -90,7 +92,9 @@ class Task(ABC):
     def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.parameters(), momentum=0.9)
-        return torch.optim.AdamW(model.parameters(), betas=(self.beta, 0.99), weight_decay=0.01, fused=True)
+        return torch.optim.AdamW(
+            model.parameters(), betas=(self.beta, self.beta2), weight_decay=self.weight_decay, fused=True
+        )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -132,6 +136,7 @@ class Text(Task):
 
     Attributes:
         context: bytes that a sample has.
+        std: of the parameters that the model begins with; None: as `LanguageModel` does by itself.
         autocast: matrix products take bfloat16.
     """
 
@@ -140,6 +145,7 @@ class Text(Task):
     layers: int = 4
     heads: int = 4
     context: int = 64
+    std: float | None = None
     validation_windows: int = 128
     autocast: bool = False
 
@@ -153,7 +159,7 @@ class Text(Task):
 
     def model(self) -> nn.Module:
         cls = Bfloat16LanguageModel if self.autocast else LanguageModel
-        return cls(self.width, self.layers, self.heads, self.context)
+        return cls(self.width, self.layers, self.heads, self.context, self.std)
 
     def batches(self, seed: int, rank: int, world_size: int) -> Iterator[Batch]:
         text, share = self.corpus.train, self.share(world_size)
@@ -251,6 +257,19 @@ SMALL = Text(
     learning_rates={"sgd": 0.3, "adamw": 2e-3, "muon": 4e-3},
     bucket_mb=1,
 )
+#: As transformers are trained: GPT-2's initialisation, weight decay and β2, and batches of 16 KiB.
+GPT = dataclasses.replace(
+    SMALL,
+    name="gpt",
+    title="byte-level transformer of 0.85 M parameters that begins as GPT-2 does",
+    steps=250,
+    batch=64,
+    learning_rates={"adamw": 4e-3, "muon": 4e-3},
+    context=256,
+    std=0.02,
+    beta2=0.95,
+    weight_decay=0.1,
+)
 LARGE = Text(
     "large",
     "byte-level transformer, 10 M parameters",
@@ -270,7 +289,7 @@ LARGE_BFLOAT16 = dataclasses.replace(
     validation_windows=128,
     autocast=True,
 )
-TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, LARGE, LARGE_BFLOAT16)}
+TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, GPT, LARGE, LARGE_BFLOAT16)}
 
 
 def validate(task: Task, model: nn.Module) -> dict[str, float]:

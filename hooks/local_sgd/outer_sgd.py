@@ -12,6 +12,7 @@ from torch import Tensor
 from ...compress.backends import all_finite, backend_for
 from ...compress.feedback.base import Feedback
 from ...compress.feedback.lead import Lead
+from ...compress.feedback.store import FeedbackStore
 from ...compress.formats.layout import Layout, Slot, end_to_end
 from ..core.bucket import Bucket
 from ..core.reducer import Step
@@ -169,6 +170,21 @@ class GlobalParameters:
         """Set this rank's parameters to global + mixing·(local - global)."""
         for own, agreed in self._pieces(self.values.to(self.bucket.device)):
             own.copy_(torch.lerp(agreed, own.float(), mixing) if mixing else agreed)
+
+    @torch.no_grad()
+    def take_unsent(self, feedback: FeedbackStore) -> None:
+        """Move this rank's residual out of its parameters: θ = θ0 - e. What does not fit their dtype stays in e."""
+        if not feedback.holds(self.bucket.layout):
+            return
+        places = {slot.name: (own.detach(), slot) for slot, own in self.pairs}
+        agreed = self.values.to(self.bucket.device)
+        with feedback.of(self.bucket.layout, self.bucket.device).open() as residual:
+            assert residual is not None
+            for slot in self.bucket.layout:
+                (own, place), left = places[slot.name], slot.view(residual)
+                target = place.view(agreed)
+                own.copy_(target - left)
+                left.sub_(target - own.float())
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Copies of a flat tensor's parts, by parameter and in its shape."""

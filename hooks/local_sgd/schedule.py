@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...compress.feedback.base import Feedback
+from ...compress.feedback.residual import Residual
 from ...compress.feedback.store import FeedbackStore
 from ..training.grad_scaler import LossScale, ScalerSync
 
@@ -22,6 +24,10 @@ class Rounds:
             anchor (Wang et al., ICASSP 2020). Needs a delay, and excludes mixing.
         sync_until: an exchange follows every step before this one (post-local SGD).
         bucket_cap_mb: size of the pieces in which Δ is compressed and sent, in MiB, as of DDP's buckets.
+        keep_unsent: what the codec leaves out stays in this rank's own parameters, θ = θ0 - e, until it is sent, so
+            that gradients are not taken where the rank has been already: step-ahead error feedback (Xu, Huo and Huang,
+            AAAI 2021), here behind the optimizer. `synchronise` ends at θ0 all the same. Needs `Residual()`, and
+            excludes mixing and keep_local.
     """
 
     fragments: int = 1
@@ -30,6 +36,7 @@ class Rounds:
     keep_local: bool = False
     sync_until: int = 0
     bucket_cap_mb: float = 25.0
+    keep_unsent: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,12 +70,27 @@ class Schedule:
             )
         if isinstance(mixing, bool) or not isinstance(mixing, int | float) or not 0 <= mixing < 1:
             raise ValueError(f"mixing={mixing!r}: expected a number in [0, 1), where 0 takes the global parameters")
-        if not isinstance(rounds.keep_local, bool):
-            raise ValueError(f"keep_local={rounds.keep_local!r}: expected True or False")
+        for name in ("keep_local", "keep_unsent"):
+            if not isinstance(getattr(rounds, name), bool):
+                raise ValueError(f"{name}={getattr(rounds, name)!r}: expected True or False")
         if rounds.keep_local and (not delay or mixing):
             raise ValueError(
                 f"keep_local=True with delay={delay}, mixing={mixing}: it keeps all that a rank trains while messages "
                 "are in flight, so it needs a delay of 1 or more, and leaves nothing to mix"
+            )
+        if rounds.keep_unsent and (rounds.keep_local or mixing):
+            raise ValueError(
+                f"keep_unsent=True with keep_local={rounds.keep_local}, mixing={mixing}: a rank goes on from the "
+                "global parameters and what it has not sent: leave out the other"
+            )
+
+    def check_strategy(self, error_feedback: object, strategy: Feedback | None) -> None:
+        """Raise ValueError for a strategy with which nothing that is unsent can stay in the parameters."""
+        plain = strategy is None or (type(strategy) is Residual and strategy.decay == 1.0)
+        if self.rounds.keep_unsent and (error_feedback is False or not plain):
+            raise ValueError(
+                f"keep_unsent=True with error_feedback={error_feedback}: a rank's parameters keep what a plain "
+                "residual would: use Residual(), of any dtype"
             )
 
     @property
@@ -84,7 +106,8 @@ class Schedule:
     @property
     def agrees(self) -> bool:
         """True if every exchange leaves all ranks with the same parameters."""
-        return self.rounds.fragments == 1 and self.rounds.delay == 0 and self.rounds.mixing == 0
+        rounds = self.rounds
+        return rounds.fragments == 1 and rounds.delay == 0 and rounds.mixing == 0 and not rounds.keep_unsent
 
 
 class RoundRollback(ScalerSync):

@@ -168,6 +168,7 @@ class LocalUpdates(Front):
             if not isinstance(outer, OuterSGD):
                 raise TypeError(f"outer={outer!r}: expected OuterSGD(lr=…, momentum=…)")
             outer.check(options.strategy)
+            schedule.check_strategy(options.error_feedback, options.strategy)
             options.check(options.world_size)
             check_dtypes(self._parameters)
             check_whole(self._parameters, OWNER)
@@ -311,7 +312,8 @@ class LocalUpdates(Front):
     @untraced
     @between_steps
     def rewind(self) -> None:
-        """Set the model to the global parameters: this rank loses its progress since the last round."""
+        """Set the model to the global parameters: this rank loses its progress since the last round, and with
+        `keep_unsent` what it has not sent."""
         for shared in self._every:
             shared.hand_out()
 
@@ -347,14 +349,14 @@ class LocalUpdates(Front):
             return
         broken = replicas is not None and replicas.interrupted
         if self._under_way is not None and (progress.count >= self._under_way.due or broken):
-            self._apply(schedule.rounds.mixing)
+            self._apply(goes_on=True)
         # If the others wait for this replica in a round that it has not counted to, they say of what.
         awaited = replicas is not None and replicas.awaited
         fragment = 0 if awaited else schedule.fragment(progress.count)
         if fragment is None or not self._begin_round(self._fragments[fragment], schedule.rounds.keep_local):
             return
         if schedule.rounds.delay == 0:
-            self._apply(schedule.rounds.mixing)
+            self._apply(goes_on=True)
             self._moved = not schedule.agrees
 
     def _exchange_all(self, uncompressed: bool = False) -> None:
@@ -444,7 +446,7 @@ class LocalUpdates(Front):
             uncompressed: send all that residuals hold, too.
         """
         if self._under_way is not None:  # from a checkpoint with another schedule
-            self._apply(self._schedule.rounds.mixing)
+            self._apply(goes_on=True)
         self._check_thawed()
         return self._send(InFlightRound(list(parts), [], [], 0, keep_local, None, uncompressed))
 
@@ -476,8 +478,9 @@ class LocalUpdates(Front):
         self._under_way = sent
         return True
 
-    def _apply(self, mixing: float = 0.0) -> None:
-        """Wait for the round in flight, and make the outer step."""
+    def _apply(self, goes_on: bool = False) -> None:
+        """Wait for the round in flight, and make the outer step. Where training goes on, ranks may begin apart."""
+        rounds = self._schedule.rounds
         done = self._arrived()
         if done is None:
             return
@@ -491,7 +494,9 @@ class LocalUpdates(Front):
             self._feedback.rollback()
         else:
             for shared, mean in zip(done.globals, done.buffers, strict=True):
-                shared.move(mean, mixing, done.keep_local)
+                shared.move(mean, rounds.mixing if goes_on else 0.0, done.keep_local)
+                if goes_on and rounds.keep_unsent:
+                    shared.take_unsent(self._feedback)
                 if self._replicas is not None and done.step is not None:
                     shared.keep(mean)
             self._feedback.commit()

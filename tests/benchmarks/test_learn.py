@@ -303,7 +303,7 @@ def really_apart(rank: int, way: LearningArm, rounds: RoundSchedule) -> tuple[st
         optimizer,
         way.codec.inner if isinstance(way.codec, Aggregation) else way.codec,
         every=rounds.every,
-        rounds=Rounds(delay=rounds.delay, keep_local=rounds.carry),
+        rounds=Rounds(delay=rounds.delay, keep_local=rounds.carry, keep_unsent=rounds.unsent),
         exchange=Aggregate("senders") if isinstance(way.codec, Aggregation) else cast(Any, way.exchange),
         error_feedback=way.strategy or False,
         seed=3,
@@ -334,8 +334,9 @@ def small_model() -> torch.nn.Module:
         (LearningArm(QSGD(bits=4), "two_pass"), RoundSchedule(4)),
         (LearningArm(TopK(0.05), "gather", Residual()), RoundSchedule(3, delay=2)),
         (LearningArm(Ternary(), "two_pass", Residual()), RoundSchedule(2, delay=1, carry=True)),
+        (LearningArm(TopK(0.05), "gather", Residual()), RoundSchedule(2, unsent=True)),
     ],
-    ids=["ternary", "senders", "qsgd", "late", "carried"],
+    ids=["ternary", "senders", "qsgd", "late", "carried", "unsent"],
 )
 def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningArm, rounds: RoundSchedule) -> None:
     task, model = learn.task_of("digits", "adamw", 6, 7), small_model()

@@ -33,7 +33,8 @@ from gradwire import (
     TopK,
     Tracking,
 )
-from gradwire.compress.feedback.base import FeedbackState
+from gradwire.compress.feedback.base import RESIDUAL, FeedbackState
+from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.hooks.exchanges import possible
 from gradwire.hooks.local_sgd import outer_sgd as outer
 from gradwire.hooks.local_sgd.options import modern
@@ -373,7 +374,7 @@ def carried(rank: int, codec: Codec, exchange: Any, options: dict[str, Any], ste
     now, residuals = globals_of(updates), residuals_of(updates.state_dict())
     off = size = 0.0
     for name in parameters:
-        moved, wanted = now[name].double() - start[name].double(), mean_over_ranks(trained[name])
+        moved, wanted = now[name].double() - start[name].double(), mean_over_ranks(trained[name].clone())
         kept = mean_over_ranks(residuals.get(name, torch.zeros(())))
         if "narrow" not in name:  # bfloat16 parameters round θ0 off whenever they become it
             off += float((wanted - moved + kept).square().sum())
@@ -553,6 +554,7 @@ STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr":
         (TopK(0.1), "union", {"every": 2, "error_feedback": Momentum(nesterov=True)}, 5),
         (OneBit(), "gather", {"every": 2, "error_feedback": Residual(dtype=torch.bfloat16)}, 5),
         (TopK(0.1), "union", {"every": 2, "error_feedback": Residual(0.9, torch.int8)}, 5),
+        (TopK(0.1), "split", {"every": 4, "fragments": 2, "delay": 1, "keep_unsent": True}, 5),
     ],
     ids=str,
 )
@@ -580,6 +582,72 @@ def test_resuming_is_bit_identical(
         ends.append(digest([*model.parameters(), *leaves(updates.state_dict()["residuals"])]))
         updates.close()
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("codec", "exchange", "options"),
+    [
+        (TopK(0.05), "gather", {"every": 1}),
+        (ChunkedTopK(k=20, chunk=256), "two_pass", {"every": 2, "outer_momentum": 0.5}),
+        (TopK(0.05), "split", {"every": 4, "fragments": 2}),
+        (OneBit(), "two_pass", {"every": 1}),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_what_is_not_sent_stays_in_the_parameters_until_it_is(
+    rank: int, codec: Codec, exchange: Any, options: dict[str, Any]
+) -> str:
+    """All that ranks train moves the global parameters, stays in their own, or lies in a residual: with a momentum
+    outside, ū of every round."""
+    model, optimizer = plain()
+    updates = LocalUpdates(
+        model, optimizer, codec, exclude=["0.bias"], exchange=exchange,
+        **in_groups({"keep_unsent": True, "bucket_cap_mb": 0.004, **options}),
+    )  # fmt: skip
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    start = globals_of(updates)
+    trained = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in parameters.items()}
+    before: dict[str, Tensor] = {}
+
+    def law() -> float:
+        """How far off it is, relative to what ranks have trained; returns the share that their parameters keep."""
+        now, residuals = globals_of(updates), residuals_of(updates.state_dict())
+        off = total = kept = 0.0
+        for name, p in parameters.items():
+            in_parameters = mean_over_ranks(now[name].double() - p.detach().double())
+            in_residual = mean_over_ranks(residuals.get(name, torch.zeros(())).double())
+            wanted = mean_over_ranks(trained[name].clone())
+            off += float((wanted - (start[name].double() - now[name].double()) - in_parameters - in_residual).norm())
+            total, kept = total + float(wanted.norm()), kept + float(in_parameters.norm())
+        assert "outer_momentum" in options or off < 1e-4 * total
+        return kept / total
+
+    shares = []
+    optimizer.register_step_pre_hook(lambda *_: before.update({n: p.detach().double() for n, p in parameters.items()}))
+    for _ in train(rank, model, optimizer, range(9)):
+        for name, p in parameters.items():
+            trained[name] += before[name] - p.detach().double()
+        updates.step()
+        shares.append(law())
+    assert max(shares) > 0.05
+    updates.synchronise()
+    assert law() == 0.0, "synchronise() ends at the global parameters"
+    same = digest([*model.parameters(), *globals_of(updates).values()])
+    updates.close()
+    return same
+
+
+def test_what_does_not_fit_the_parameters_dtype_stays_in_the_residual() -> None:
+    own = {"weight": torch.randn(40).bfloat16()}
+    shared = outer.GlobalParameters(0, own, frozenset(), Residual(), OuterSGD())
+    feedback = FeedbackStore(Residual())
+    unsent = torch.randn(40) / 100
+    feedback.of(shared.bucket.layout)[RESIDUAL].copy_(unsent)
+    shared.take_unsent(feedback)
+    left = feedback.of(shared.bucket.layout)[RESIDUAL]
+    assert 0 < left.abs().max() < 2.0**-8 * own["weight"].abs().max()
+    torch.testing.assert_close(shared.values - own["weight"].float() + left, unsent, atol=1e-8, rtol=1e-6)
 
 
 @on_ranks(3)
@@ -745,6 +813,11 @@ def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
         ({"keep_local": True}, "keep_local=True with delay=0"),
         ({"keep_local": True, "delay": 1, "mixing": 0.5}, "leaves nothing to mix"),
         ({"mixing": 1.0}, "mixing=1.0: expected a number in [0, 1)"),
+        ({"keep_unsent": None}, "keep_unsent=None: expected True or False"),
+        ({"keep_unsent": True, "mixing": 0.5}, "keep_unsent=True with keep_local=False, mixing=0.5"),
+        ({"keep_unsent": True, "error_feedback": False}, "keep_unsent=True with error_feedback=False"),
+        ({"keep_unsent": True, "error_feedback": Residual(0.9)}, "keep_unsent=True with error_feedback=Residual(decay"),
+        ({"keep_unsent": True, "error_feedback": Tracking()}, "keep_unsent=True with error_feedback=Tracking("),
         ({"outer_lr": 0}, "OuterSGD(lr=0): expected a number above 0"),
         ({"outer_momentum": 1.0}, "OuterSGD(momentum=1.0): expected a number in [0, 1)"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: expected a number of MiB above 0"),
