@@ -59,7 +59,7 @@ def test_bytes_a_parameter_of_another_bucket_on_a_gpu(
         return max(size for (_, step), size in world.machine.most.items() if step == recipe.steps - 1)
 
     def beyond(count: int) -> int:
-        buckets = tuple({f"{number}.weight": (side, side)} for number in range(count))
+        buckets = tuple[dict[str, tuple[int, ...]], ...]({f"{number}.weight": (side, side)} for number in range(count))
         plain = Recipe(Identity(), "dense", steps=3, buckets=buckets)
         return peak(replace(plain, codec=codec, exchange=exchange, strategy=strategy)) - peak(plain)
 

@@ -67,8 +67,7 @@ def training(case: Case | None, layers: int, states: list[CompressState]) -> Cal
     ddp, x = DistributedDataParallel(model, bucket_cap_mb=0.5, gradient_as_bucket_view=True), torch.randn(1, WIDTH)
     if case is not None:
         codec, exchange, strategy = case
-        feedback = "auto" if strategy is None else strategy
-        states.append(CompressState(ddp, codec, exchange=exchange, error_feedback=feedback, fallback=None))
+        states.append(CompressState(ddp, codec, exchange=exchange, error_feedback=strategy or "auto", fallback=None))
         ddp.register_comm_hook(states[-1], compress_hook)
     return lambda: ddp(x).sum().backward()
 
