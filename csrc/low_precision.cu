@@ -2,7 +2,7 @@
 //
 //     s = max(largest · (1/127) rounded up to 16 significant bits, 2^-126)     code = x · (1/s) to nearest     x' = code · s
 //
-// Reads 4 and writes 2, or 1 + 4/256, bytes an element, and the other way round. Reference: `Narrow` in
+// Reads 4 and writes 2, or 1 + 4/256, bytes an element, and the other way round. Reference: `LowPrecision` in
 // compress/backends/reference/low_precision.py; compress/backends/low_precision.py says why.
 #include "common.cuh"
 

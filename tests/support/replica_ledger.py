@@ -91,10 +91,10 @@ class Ledger:
             shared.difference = taking(shared, shared.difference)
             shared.difference_again = taking(shared, shared.difference_again)
 
-        def applying(*args: Any) -> None:
+        def applying(goes_on: bool = False) -> None:
             name = updates._replicas._name
             try:
-                apply(*args)
+                apply(goes_on)
             finally:
                 after = updates._replicas._name
                 if self._pending is not None and after == (self._pending[1], self._pending[3]) != name:
