@@ -136,17 +136,11 @@ class LanguageModel(nn.Module):
 
     Rotary positions (Su et al. 2021), normalized queries and keys, squared ReLU (So et al. 2021): they learn fast.
     Normalizations without gain and layers without bias: every parameter is a matrix.
-
-    Args:
-        std: of the normal numbers that parameters begin with, as GPT-2's do (Radford et al. 2019): 0.02, with those of
-            layers that end a block divided by √(2 · layers). None: each block begins as the identity and learns faster.
     """
 
     angles: Tensor
 
-    def __init__(
-        self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64, std: float | None = None
-    ) -> None:
+    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -155,10 +149,7 @@ class LanguageModel(nn.Module):
         frequencies = 10000 ** -(torch.arange(half) / half)
         self.register_buffer("angles", torch.arange(context)[:, None] * frequencies, persistent=False)
         for name, parameter in self.named_parameters():
-            if std is not None:
-                ends = name.endswith(("merge.weight", "narrow.weight"))
-                nn.init.normal_(parameter, std=std / (2 * layers) ** 0.5 if ends else std)
-            elif name.endswith(("merge.weight", "narrow.weight", "head.weight")):
+            if name.endswith(("merge.weight", "narrow.weight", "head.weight")):
                 nn.init.zeros_(parameter)  # each block begins as the identity, and every byte as likely
             elif not name.startswith("embedding"):
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
@@ -168,6 +159,51 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x = block(x, angles)
         logits: Tensor = self.head(norm(x))
+        return logits
+
+
+class GPT2Block(nn.Module):
+    """As `Block`, with LayerNorm, GELU, and queries and keys as they are."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width, bias=False)
+        self.merge = nn.Linear(width, width, bias=False)
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.attention(self.before(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.merge(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.narrow(F.gelu(self.widen(self.between(x))))
+
+
+class GPT2(nn.Module):
+    """A transformer over bytes, as `LanguageModel` takes and gives them, that begins as GPT-2 (Radford et al. 2019):
+    positions are learned, matrices are normal of 0.02, those that end a block divided by √(2 · layers). Attention is
+    nearly uniform at first, and every model has to leave that plateau.
+    """
+
+    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(GPT2Block(width, heads) for _ in range(layers))
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                ends = name.endswith(("merge.weight", "narrow.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ends else 0.02)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embedding(inputs) + self.positions.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.last(x))
         return logits
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gradwire.benchmarks.common.language_model import (
+    GPT2,
     LanguageModel,
     standard_library,
     total_loss,
@@ -30,9 +31,10 @@ def test_text_is_split_by_file_and_always_the_same() -> None:
     assert len(corpus.validation) < len(corpus.train)
 
 
-def test_the_model_learns_and_sees_no_future() -> None:
+@pytest.mark.parametrize("kind", [LanguageModel, GPT2])
+def test_the_model_learns_and_sees_no_future(kind: type[LanguageModel] | type[GPT2]) -> None:
     torch.manual_seed(0)
-    model = LanguageModel(context=16)
+    model = kind(context=16)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
     text, generator = torch.arange(4000) % 7, torch.Generator().manual_seed(0)  # a pattern that can be learned
     inputs, targets = windows(text, validation_starts(text, 8, 16), 16)
