@@ -232,7 +232,7 @@ BUGS = (
         "i < total && entry + i < k;",
         "i < total;",
         TopK(),
-        "out-of-bounds",
+        "race|out-of-bounds",
     ),
     Bug(
         "a finite number becomes infinite",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class Recipe:
     abandons: bool = False
     reads: bool = False
     seed: int = 0
-    buckets: tuple[dict[str, tuple[int, ...]], ...] = BUCKETS
+    buckets: tuple[dict[str, tuple[int, ...]], ...] = field(default=BUCKETS, hash=False)
 
 
 @dataclass
