@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .kernels import Kernels, MomentumInput, MomentumKernels, TrackingKernels, VectorKernels, Workspace
-from .low_precision import LowPrecisionKernels, LowPrecisionVector, ScratchPool
+from .low_precision import LowPrecisionKernels, LowPrecisionVector
+from .memory import ScratchPool
 from .sparse import EntryKernels, GenericSparseKernels, SparseKernels
 
 __all__ = [

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..formats.wire import Part
-from .low_precision import LowPrecisionVector, ScratchPool
+from .low_precision import LowPrecisionVector
+from .memory import ScratchPool
 from .places import add_at
 
 

@@ -15,13 +15,13 @@ that is read ever fails to be finite. NumPy's code in `reference` is the specifi
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from .memory import ScratchPool
 
 #: Elements that share a step.
 BLOCK = 256
@@ -66,33 +66,6 @@ class LowPrecisionKernels:
 
 def _sound(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0.0).clamp_(-MOST, MOST)
-
-
-class ScratchPool:
-    """float32 memory that somebody works in for a while, used again by the next: as many vectors as are open at a time,
-    however many buckets there are. Not for two threads."""
-
-    def __init__(self) -> None:
-        #: By device, or by a GPU's stream, in whose order one use follows another; in ascending order of lengths.
-        self._free: defaultdict[object, list[Tensor]] = defaultdict(list)
-
-    @contextmanager
-    def open(self, numel: int, device: torch.device) -> Iterator[Tensor]:
-        """A vector of any content, float32 [numel]; on a GPU for the current stream alone."""
-        free = self._free[torch.cuda.current_stream(device) if device.type == "cuda" else device]
-        place = next((place for place, room in enumerate(free) if len(room) >= numel), -1)
-        room = free.pop(place) if free else None
-        if room is None or len(room) < numel:  # in the place of the longest that is too short
-            room = torch.empty(numel, dtype=torch.float32, device=device)
-        try:
-            yield room[:numel]
-        finally:
-            insort(free, room, key=len)
-
-    def clear(self) -> None:
-        """Drop what is not open: buckets are others now, and may be smaller. DDP's first step has one for all."""
-        for free in self._free.values():
-            free.clear()
 
 
 class LowPrecisionVector:

@@ -81,7 +81,7 @@ class FeedbackStore:
         Where a residual is all that is kept, its memory is let go once all of it has been delivered.
         """
         self.let_go(layout)
-        if self.strategy.only_residual and not (self and self._has_any(layout)):
+        if self.strategy.only_residual and not (self and self.has_any(layout)):
             return grad
         return self.of(layout, grad.device).drain(grad)
 
@@ -283,8 +283,8 @@ class FeedbackStore:
             elif old is not None and old in olds:
                 slot.view(target).copy_(place.view(olds[old]))
 
-    def _has_any(self, layout: Layout) -> bool:
-        """True if something is kept of a layout's parameters, in whatever layout, or loaded."""
+    def has_any(self, layout: Layout) -> bool:
+        """True if something is kept of a layout's parameters, in this layout or another one, or loaded."""
         known: list[Collection[str]] = [self._places.keys(), *(found.keys() for found in self._waiting.values())]
         return any(slot.name in names for names in known for slot in layout)
 

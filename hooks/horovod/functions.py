@@ -98,7 +98,8 @@ def _from_root(
     base: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """What `pack` gives the bytes of on the root, which alone has it. Raises ValueError on every rank if it raises."""
+    """The root's object, of which `pack` gives the bytes there; other ranks have none. If it raises, every rank raises
+    ValueError."""
     data, problem = _packed(pack) if pack else (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
     length = torch.tensor([data.numel()], device="cpu")
     _broadcast(length, root, base and f"{base}.size", process_set)
@@ -127,7 +128,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 class _NotPacked(str):
-    """What a rank sends that cannot pack its object: the reason."""
+    """The reason, which a rank sends in the place of an object that it cannot pack."""
 
 
 def _packed(pack: Callable[[], Tensor]) -> tuple[Tensor, Exception | None]:

@@ -174,7 +174,7 @@ class GlobalParameters:
     @torch.no_grad()
     def take_unsent(self, feedback: FeedbackStore) -> None:
         """Move this rank's residual out of its parameters: θ = θ0 - e. What does not fit their dtype stays in e."""
-        if not feedback.holds(self.bucket.layout):
+        if not feedback.has_any(self.bucket.layout):
             return
         places = {slot.name: (own.detach(), slot) for slot, own in self.pairs}
         agreed = self.values.to(self.bucket.device)

@@ -554,7 +554,7 @@ STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr":
         (TopK(0.1), "union", {"every": 2, "error_feedback": Momentum(nesterov=True)}, 5),
         (OneBit(), "gather", {"every": 2, "error_feedback": Residual(dtype=torch.bfloat16)}, 5),
         (TopK(0.1), "union", {"every": 2, "error_feedback": Residual(0.9, torch.int8)}, 5),
-        (TopK(0.1), "split", {"every": 4, "fragments": 2, "delay": 1, "keep_unsent": True}, 5),
+        (TopK(0.1), "split", {"every": 4, "fragments": 2, "delay": 1, "keep_unsent": True}, 6),
     ],
     ids=str,
 )

@@ -550,6 +550,8 @@ OPTIONS = st.fixed_dictionaries(
                 Rounds(sync_until=7),
                 Rounds(delay=1, keep_local=True),
                 Rounds(mixing=0.3),
+                Rounds(keep_unsent=True),
+                Rounds(delay=1, keep_unsent=True),
             ]
         ),
         "error_feedback": st.sampled_from([Residual(), Residual(decay=0.9), Residual(dtype=torch.int8), False]),
@@ -563,6 +565,8 @@ OPTIONS = st.fixed_dictionaries(
 
 def churn(options: dict[str, Any], size: int, events: list[tuple[tuple[str, int, int], int]]) -> None:
     options = {name: value for name, value in options.items() if value is not None}
+    if options["rounds"].keep_unsent and options["error_feedback"] in (False, Residual(decay=0.9)):
+        options["error_feedback"] = Residual()
     LIVING.clear()
     with world(codec=CODECS[options["exchange"]](), **options) as made:
         made.start(size)

@@ -407,7 +407,7 @@ def test_what_cannot_be_reduced_is_refused_on_every_rank(ranks: Ranks, fault: st
 
 
 def outside(rank: int, how: str) -> str:
-    """What a rank is told that has no group to call with."""
+    """The error of a rank that has no group to call with."""
     group: Any = dist.GroupMember.NON_GROUP_MEMBER if how == "not in it" else "gloo"
     try:
         sparse_all_reduce(torch.tensor([0]), torch.ones(1), 10, group=group)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from cuda_on_cpu import Module, ptx
-from gradwire.compress.backends.addresses import address
 from gradwire.compress.backends.cuda.runtime.device import DEVICES, THREADS, Argument, Device, Function
+from gradwire.compress.backends.memory import address
 from nvrtc import build
 from torch import Tensor
 

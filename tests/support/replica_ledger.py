@@ -83,13 +83,24 @@ class Ledger:
 
             return moved
 
+        def leaving(shared: GlobalParameters, take: Any) -> Any:
+            def left(feedback: Any) -> None:
+                take(feedback)
+                own = shared._read(shared.empty())
+                self._unsent[shared.bucket.index] = (shared.values.double() - own.double()).numpy()
+
+            return left
+
         self._given: dict[int, np.ndarray] = {}
         self._before: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._means: dict[int, np.ndarray] = {}
+        #: What parameters keep in the place of a residual, until the round has its entry.
+        self._unsent: dict[int, np.ndarray] = {}
         for shared in updates._every:
             shared.move = moving(shared, shared.move)
             shared.difference = taking(shared, shared.difference)
             shared.difference_again = taking(shared, shared.difference_again)
+            shared.take_unsent = leaving(shared, shared.take_unsent)
 
         def applying(goes_on: bool = False) -> None:
             name = updates._replicas._name
@@ -113,7 +124,7 @@ class Ledger:
     def detach(self) -> None:
         """Let go of the parameters, which would keep the `LocalUpdates`."""
         for shared in self.updates._every:
-            del shared.difference, shared.difference_again, shared.move
+            del shared.difference, shared.difference_again, shared.move, shared.take_unsent
 
     def _kept(self, shared: GlobalParameters) -> np.ndarray:
         named = self.updates._feedback.by_name()
@@ -156,7 +167,7 @@ class Ledger:
             (view, number), before, ranks,
             flat(lambda s: self._given[s.bucket.index]),
             flat(lambda s: self._before[s.bucket.index][0]),
-            flat(self._kept),
+            flat(lambda s: self._kept(s) + self._unsent.pop(s.bucket.index, 0.0)),
             flat(lambda s: ranks * (self._before[s.bucket.index][1] - s.values.double().numpy())) if moved else None,
             flat(lambda s: ranks * self._means[s.bucket.index]) if moved else None,
             state_digest(self.updates),

@@ -150,8 +150,7 @@ BORDERS = (0, 1, 0x7F, 0x80, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x80000000, 0xF
 
 
 def hostile_wires(codec: Codec, numel: int, ranks: int, seed: int) -> Tensor:
-    """What might arrive, [ranks, bytes] and a pitch of its own: sound wires, damaged ones, noise, one byte, unsorted
-    indices."""
+    """Wires, [ranks, bytes] with a pitch of their own: sound ones, damaged ones, noise, one byte, unsorted indices."""
     rng = np.random.default_rng(seed)
     size = codec.wire_bytes(numel)
     rows = torch.from_numpy(rng.integers(0, 256, (ranks, size + 4 * rng.integers(0, 3)), dtype=np.uint8))[:, :size]

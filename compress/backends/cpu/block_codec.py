@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import Kernels, LowPrecisionVector, MomentumInput, Workspace, kernel_cache
-from ..addresses import address, rows_at
 from ..kernels import B, C, CodecLike
+from ..memory import address, rows_at
 from . import low_precision
 from .runtime.blocks import How, scratch_bytes
 from .runtime.dtypes import KINDS, Source

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, float32, int32, uint8
 
 from ...formats.entries import LARGEST_UNIT, VALUE_BLOCK
-from ..addresses import address, rows_at
+from ..memory import address, rows_at
 from ..sparse import EntryKernels, Pieces
 from .runtime.blocks import clear, copy
 from .runtime.dtypes import F32, INF_BITS, LOW, MAGNITUDE, NAN_BITS, TINY, ZERO, int_at, key_at

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import low_precision
-from ..addresses import address
 from ..low_precision import LowPrecisionKernels
+from ..memory import address
 from .runtime.blocks import clear, copy, widen
 from .runtime.dtypes import BFLOAT16, F32, INF_BITS, MAGNITUDE, TILE, ZERO, to_bfloat
 from .runtime.simd import (

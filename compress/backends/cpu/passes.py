@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, float32, int32
 
-from ..addresses import address
 from ..kernels import MomentumInput, MomentumKernels, TrackingKernels, VectorKernels
+from ..memory import address
 from .runtime.blocks import all_finite
 from .runtime.dtypes import F32, INF_BITS, KINDS, MAGNITUDE, NAN
 from .runtime.fused_inputs import ENTER_SPARE, HEAVY_BALL, NESTEROV, TRACKED, enter_into

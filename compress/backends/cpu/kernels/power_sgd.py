@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, float32, int64
 
-from ...addresses import address
+from ...memory import address
 from ...power_sgd import LEAST, ROWS, RUN, Matrices, PowerSGDKernels
 from ..block_codec import CpuKernels
 from ..runtime.blocks import all_finite, clear, fold_lanes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, float32, int32
 
 from ... import MomentumInput, Workspace, kernel_cache
-from ...addresses import address, rows_at
+from ...memory import address, rows_at
 from ...sparse import S, SparseKernels
 from ..block_codec import CpuKernels
 from ..entries import ENTRY_COST, Entries

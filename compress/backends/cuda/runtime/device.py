@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...addresses import address
+from ...memory import address
 from . import compiler
 
 #: Threads of a block, unless a kernel says otherwise.

@@ -13,7 +13,7 @@ import torch
 from gradwire import LocalUpdates, OneBit, TopK, sparse_all_reduce
 from gradwire.compress import CODECS, Codec, backends, new_draw
 from gradwire.compress.backends import entries_for, use_backend
-from gradwire.compress.backends.addresses import address, rows_at
+from gradwire.compress.backends.memory import address, rows_at
 from gradwire.compress.backends.sparse import EntryKernels, Pieces, whole_rows
 from gradwire.compress.formats.entries import index_bytes
 from gradwire.optim import DistributedLion
@@ -189,4 +189,4 @@ def test_the_default_device_does_not_matter(ranks: Callable[[int], Pool]) -> Non
 def test_nothing_else_takes_an_address() -> None:
     folder = Path(backends.__file__).parent
     takers = {path.name for path in folder.rglob("*.py") if re.search(r"\.data_ptr\(", path.read_text())}
-    assert takers == {"addresses.py"}
+    assert takers == {"memory.py"}
