@@ -231,7 +231,8 @@ __device__ inline u32 code_of(const Form& form, float smallest, float largest, f
     return code;
 }
 
-// Eight entries into the record: their low bits fill bytes, as many as one has bits, and so do their codes.
+// Eight entries, or the last ones, into the record: the low bits of eight fill bytes, as many as one has bits, and so do
+// their codes.
 __device__ inline void put(const Form& form, int first, int count, Selection& shared) {
     float smallest = 0.0f, largest = 0.0f, step = 0.0f;
     if (form.bits < 16) {
@@ -242,15 +243,12 @@ __device__ inline void put(const Form& form, int first, int count, Selection& sh
     u8* codes = (u8*)(shared.record + form.codes()) + first / SLOTS * form.bits;
     u32 low_ready = 0, codes_ready = 0;
     int low_filled = 0, codes_filled = 0;
+    const int end = min(first + SLOTS, count);
 #pragma unroll 1
-    for (int i = first; i < min(first + SLOTS, count) || low_filled > 0 || codes_filled > 0; ++i) {
-        u32 at = 0, code = 0;
-        if (i < count) {
-            at = shared.index[i];
-            const u32 place = (at >> form.low_bits) + i;
-            atomicOr(shared.record + form.upper() + place / 32, 1u << place % 32);
-            code = code_of(form, smallest, largest, step, shared.value[i]);
-        }
+    for (int i = first; i < end; ++i) {
+        const u32 at = shared.index[i], place = (at >> form.low_bits) + i;
+        atomicOr(shared.record + form.upper() + place / 32, 1u << place % 32);
+        const u32 code = code_of(form, smallest, largest, step, shared.value[i]);
         low_ready |= (at & ((1u << form.low_bits) - 1)) << low_filled;
         for (low_filled += form.low_bits; low_filled >= 8; low_filled -= 8, low_ready >>= 8) *low++ = (u8)low_ready;
         if (form.bits >= 8) {
@@ -260,6 +258,9 @@ __device__ inline void put(const Form& form, int first, int count, Selection& sh
             if ((codes_filled += form.bits) == 8) *codes++ = (u8)codes_ready, codes_filled = 0, codes_ready = 0;
         }
     }
+    // The last entries need not fill a byte.
+    if (low_filled > 0) *low = (u8)low_ready;
+    if (codes_filled > 0) *codes = (u8)codes_ready;
 }
 
 template <int ROWS, class T>

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from emulated import EmulatedDevice, emulated_gpu
-from gradwire.compress import CODECS, Codec, Outliers, PowerSGD, RandomK, Threshold, TopK, new_draw
+from gradwire.compress import CODECS, ChunkedTopK, Codec, Outliers, PowerSGD, RandomK, Threshold, TopK, new_draw
 from gradwire.compress.backends import Kernels, Workspace, use_backend
 from gradwire.compress.backends.cuda.entries import Union
 from gradwire.compress.backends.cuda.runtime.device import (
@@ -74,6 +74,18 @@ def test_a_selection_is_exact_whatever_the_predicted_threshold(
 ) -> None:
     """A threshold that is too high finds fewer than k; one that is too low finds more than there is room for."""
     assert equal(codec, numel, kinds, dtype)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    k=st.integers(1, 300) | st.integers(1, 1024),
+    chunk=st.sampled_from([512, 4096, 65536]),
+    values=st.sampled_from([2, 4, torch.int8, torch.bfloat16, torch.float32]),
+    numel=st.sampled_from([100, 4096, 9001]),
+)
+def test_a_chunk_may_have_any_number_of_entries(k: int, chunk: int, values: int | torch.dtype, numel: int) -> None:
+    """Those of a thread need not fill a byte."""
+    assert equal(ChunkedTopK(min(k, chunk), chunk, values=values), numel, ["normal", "ties"], torch.float32)
 
 
 @pytest.mark.parametrize("architecture", [None, 90], ids=str)
