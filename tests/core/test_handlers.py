@@ -181,38 +181,30 @@ def trained(rank: int, name: str, seed: int | None, most: int, refused: bool) ->
     return digests, states, (interruption.counts, interruption.saved)
 
 
-def both(rank: int, name: str, seed: int, most: int, refused: bool) -> Any:
-    """Of training that is left alone, and of training that is not."""
-    return trained(rank, name, None, most, refused), trained(rank, name, seed, most, refused)
-
-
-def check(ranks: Ranks, name: str, seed: int, most: int, refused: bool = False) -> None:
-    total: Counter[tuple[str, bool]] = Counter()
-    results = ranks(2).run(both, name, seed, most, refused)
-    for (digests, states, _), (disturbed, same, (counts, saved)) in results:
-        assert digests == disturbed
-        assert states == same
-        # Of the step before, or of the one that is over, whatever the handler has interrupted.
-        assert set(saved) <= set(states)
-        total += counts
+def check(ranks: Ranks, name: str, seed: int, ways: Sequence[tuple[int, bool]]) -> None:
+    """Training that is left alone, and training that is not: by a handler's calls, or by those that are refused."""
+    alone = ranks(2).run(trained, name, None, 1, False)
     if name not in ("replicas", "shards") and "local" not in name:  # there ranks' own parameters differ
-        assert results[0][0][0] == results[1][0][0]
-    assert sum(total.values()) > 4, total
-    if refused:
-        assert {made for _, made in total} == {False}, total
-    else:
-        assert {call for call, made in total if not made} <= {"state_dict", "finish", "optimizer"}, total
+        assert alone[0][0] == alone[1][0]
+    for most, refused in ways:
+        total: Counter[tuple[str, bool]] = Counter()
+        disturbed = ranks(2).run(trained, name, seed, most, refused)
+        for (digests, states, _), (same, found, (counts, saved)) in zip(alone, disturbed, strict=True):
+            assert digests == same
+            assert states == found
+            # Of the step before, or of the one that is over, whatever the handler has interrupted.
+            assert set(saved) <= set(states)
+            total += counts
+        assert sum(total.values()) > 4, total
+        if refused:
+            assert {made for _, made in total} == {False}, total
+        else:
+            assert {call for call, made in total if not made} <= {"state_dict", "finish", "optimizer"}, total
 
 
-@pytest.mark.parametrize("most", [3, 50])
 @pytest.mark.parametrize("name", marked(TRAININGS))
-def test_a_handler_changes_nothing(ranks: Ranks, name: str, most: int) -> None:
-    check(ranks, name, 1, most)
-
-
-@pytest.mark.parametrize("name", marked(TRAININGS))
-def test_what_needs_the_end_of_a_step_is_refused_within_it(ranks: Ranks, name: str) -> None:
-    check(ranks, name, 1, 5, refused=True)
+def test_a_handler_changes_nothing_and_is_refused_what_needs_the_end_of_a_step(ranks: Ranks, name: str) -> None:
+    check(ranks, name, 1, [(3, False), (50, False), (5, True)])
 
 
 class SaveAt:
@@ -342,8 +334,7 @@ def test_a_save_within_backward_is_that_of_a_step_given_up(ranks: Ranks, name: s
 @pytest.mark.parametrize("seed", range(2, 22))
 @pytest.mark.parametrize("name", marked(TRAININGS))
 def test_no_handler_changes_anything(ranks: Ranks, name: str, seed: int) -> None:
-    check(ranks, name, seed, 1 + 3 * seed)
-    check(ranks, name, seed, seed, refused=True)
+    check(ranks, name, seed, [(1 + 3 * seed, False), (seed, True)])
 
 
 @on_ranks(2)
