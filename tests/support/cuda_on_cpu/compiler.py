@@ -22,7 +22,6 @@ COMMON = (
     "-ffp-contract=off",  # as NVRTC's -fmad=false
     "-fno-strict-aliasing",
     "-g1",  # line tables, to say where a kernel went wrong
-    f"-I{INCLUDE}",
 )
 WARNINGS = (
     "-Wall",
@@ -65,13 +64,14 @@ def compile_module(
     name = str(path or "kernels.cu")
     if code is None:
         code = Path(name).read_text("utf-8")
-    source, kernels = translate(code, name)
-    flags = (*COMMON, *WARNINGS, *KERNELS, *(CHECKED if check else FAST), *(f"-I{folder}" for folder in include))
+    source, kernels = translate(code, Path(name).name)
+    flags = (*COMMON, *WARNINGS, *KERNELS, *(CHECKED if check else FAST), *options)
+    places = (f"-I{INCLUDE}", *(f"-I{folder}" for folder in include))  # any clone's will do: texts are what counts
     headers = _texts(*(Path(folder).glob("*.cuh") for folder in include))
     shared_object = cached(
-        ("kernels", source, *flags, *options, headers, _own_texts()),
+        ("kernels", source, *flags, headers, _own_texts()),
         ".so",
-        lambda target: _build(source, (*flags, *options), _runtime(check, options), target),
+        lambda target: _build(source, (*flags, *places), _runtime(check, options), target),
     )
     return shared_object, kernels
 
@@ -109,7 +109,8 @@ def _runtime(check: bool, options: Sequence[str]) -> Path:
     own = [option for option in options if option.startswith("-DEMULATOR_")]
     flags = (*COMMON, "-Wall", "-O2", *(["-DEMULATOR_CHECKS"] if check else []), *own)
     main = RUNTIME / "launch.cpp"
-    return cached(("runtime", *flags, _own_texts()), ".o", lambda target: _compile(*flags, "-c", main, "-o", target))
+    command = (*flags, f"-I{INCLUDE}", "-c", main, "-o")
+    return cached(("runtime", *flags, _own_texts()), ".o", lambda target: _compile(*command, target))
 
 
 def _compile(*arguments: object) -> None:
