@@ -13,13 +13,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...compress.backends import ScratchPool
 from ...hooks.comm.group import Group
-from ...hooks.comm.ports import Stages, Work
+from ...hooks.comm.ports import Collective, Port, Stages, Work
 
 
 class World:
@@ -113,6 +112,12 @@ class InProcessGroup(Group):
         self._gathers += 1
         return self.world.gathered(self._gathers, lambda: torch.zeros(*shape, dtype=dtype, device=device))
 
+    def persistent_gather(self, output: Tensor, row: Tensor, ahead: int = 2, coded: bool = False) -> Port:
+        return Collective(lambda: self.all_gather(output, row))
+
+    def persistent_swap(self, output: Tensor, rows: Tensor, ahead: int = 2, coded: bool = False) -> Port:
+        return Collective(lambda: self.all_to_all(output, rows))
+
     def all_gather(self, output: Tensor, row: Tensor) -> Work:
         return self.all_gather_v(output, row, [row.numel()] * self.size)
 
@@ -172,7 +177,7 @@ class InProcessMessage:
         def move(arguments: list[Any]) -> None:
             for to, (_, message) in enumerate(arguments):
                 arrived = [given[to] for given, _ in arguments]
-                message.received = torch.empty(len(arrived), max(map(len, arrived)), dtype=torch.uint8)
+                message.received = arrived[0].new_empty(len(arrived), max(map(len, arrived)))
                 for row, letter in zip(message.received, arrived, strict=True):
                     row[: len(letter)] = letter
 
@@ -189,14 +194,16 @@ def _swap(arguments: list[Any]) -> None:
 
 def _transpose(arguments: list[Any]) -> None:
     """Piece r of rank s becomes piece s of rank r."""
-    sizes = np.array([sent for *_, sent in arguments], np.int64)
-    words = [rows.view(-1).view(torch.uint8).numpy() for _, rows, _ in arguments]
+    device = arguments[0][0].device
+    sizes = torch.tensor([sent for *_, sent in arguments], device=device)
+    words = [rows.view(-1).view(torch.uint8) for _, rows, _ in arguments]
     width = arguments[0][0].element_size()
-    everything = np.concatenate(words)
-    begins = np.cumsum([0, *(len(word) for word in words[:-1])])[:, None] + width * (np.cumsum(sizes, 1) - sizes)
+    everything = torch.cat(words)
+    lengths = torch.tensor([0, *(len(word) for word in words[:-1])], device=device)
+    begins = lengths.cumsum(0)[:, None] + width * (sizes.cumsum(1) - sizes)
     for rank, (output, *_) in enumerate(arguments):
         lengths = width * sizes[:, rank]
-        into = output.view(-1).view(torch.uint8).numpy()
-        ends = np.cumsum(lengths)
-        place = np.arange(ends[-1]) + np.repeat(begins[:, rank] - (ends - lengths), lengths)
-        into[: ends[-1]] = everything[place]
+        ends = lengths.cumsum(0)
+        place = (begins[:, rank] - (ends - lengths)).repeat_interleave(lengths)
+        place += torch.arange(len(place), device=device)
+        output.view(-1).view(torch.uint8)[: len(place)] = everything[place]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import site
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,43 @@ def standard_library(root: str | Path | None = None) -> Corpus:
     return Corpus(as_bytes(train), as_bytes(validation), tuple(names[0]), tuple(names[1]), digest.hexdigest()[:16])
 
 
+def installed_source(roots: Sequence[str | Path] = ()) -> Corpus:
+    """The `.py` files below `roots`, by default of the standard library and of all packages installed beside it, which
+    are hundreds of megabytes where torch is: each content once, without the shortest and the longest files. The hash of
+    a content decides its side; one in twenty is for validation."""
+    names = {
+        os.path.realpath(path)
+        for root in roots or (Path(os.__file__).parent, *site.getsitepackages())
+        for path in Path(root).rglob("*.py")
+    }
+    sides: tuple[dict[bytes, str], dict[bytes, str]] = ({}, {})
+    for name in sorted(filter(os.path.isfile, names)):
+        text = Path(name).read_bytes()
+        if 200 < len(text) < 400_000:
+            held_out = hashlib.sha256(text).digest()[0] % (2 * VALIDATION_SHARE) == 0
+            sides[held_out].setdefault(text, name)
+    train, validation = map(b"\0".join, sides)
+    train_files, validation_files = (tuple(side.values()) for side in sides)
+    digest = hashlib.sha256(train + validation).hexdigest()[:16]
+    return Corpus(as_bytes(train), as_bytes(validation), train_files, validation_files, digest)
+
+
+def text_file(path: str | Path) -> Corpus:
+    """Any file's bytes; the last twentieth is for validation.
+
+    Raises:
+        ValueError: there is no such file, or it has fewer than 100,000 bytes.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; expected a file to learn from") from error
+    if len(text) < 100_000:
+        raise ValueError(f"{path} has {len(text)} bytes: expected 100,000 or more to learn from")
+    end, name = len(text) - len(text) // (2 * VALIDATION_SHARE), (str(path),)
+    return Corpus(as_bytes(text[:end]), as_bytes(text[end:]), name, name, hashlib.sha256(text).hexdigest()[:16])
+
+
 def source_files(root: Path) -> Iterator[str]:
     """The `.py` files below `root`, relative to it."""
     for folder, folders, files in os.walk(root):
@@ -131,10 +170,29 @@ class Block(nn.Module):
         return x + self.narrow(F.relu(self.widen(norm(x))).square())
 
 
-class LanguageModel(nn.Module):
+class ByteModel(nn.Module):
     """A transformer over bytes: their values as int64 [batch, length] in, logits [batch, length, 256] out.
 
-    Rotary positions (Su et al. 2021), normalized queries and keys, squared ReLU (So et al. 2021): they learn fast.
+    Attributes:
+        autocast: matrix products take bfloat16 (`torch.autocast`); parameters, gradients and logits are float32.
+    """
+
+    autocast = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.autocast:
+            return self.logits(inputs)
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            return self.logits(inputs).float()
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LanguageModel(ByteModel):
+    """It learns fast.
+
+    Rotary positions (Su et al. 2021), normalized queries and keys, squared ReLU (So et al. 2021).
     Normalizations without gain and layers without bias: every parameter is a matrix.
     """
 
@@ -154,12 +212,11 @@ class LanguageModel(nn.Module):
             elif not name.startswith("embedding"):
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor) -> Tensor:
         x, angles = norm(self.embedding(inputs)), self.angles[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x, angles)
-        logits: Tensor = self.head(norm(x))
-        return logits
+        return cast(Tensor, self.head(norm(x)))
 
 
 class GPT2Block(nn.Module):
@@ -183,10 +240,9 @@ class GPT2Block(nn.Module):
         return x + self.narrow(F.gelu(self.widen(self.between(x))))
 
 
-class GPT2(nn.Module):
-    """A transformer over bytes, as `LanguageModel` takes and gives them, that begins as GPT-2 (Radford et al. 2019):
-    positions are learned, matrices are normal of 0.02, those that end a block divided by √(2 · layers). Attention is
-    nearly uniform at first, and every model has to leave that plateau.
+class GPT2(ByteModel):
+    """It begins as GPT-2 (Radford et al. 2019): positions are learned, matrices are normal of 0.02, those that end a
+    block divided by √(2 · layers). Attention is nearly uniform at first, and every model has to leave that plateau.
     """
 
     def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64) -> None:
@@ -199,12 +255,11 @@ class GPT2(nn.Module):
                 ends = name.endswith(("merge.weight", "narrow.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ends else 0.02)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor) -> Tensor:
         x = self.embedding(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.last(x))
-        return logits
+        return cast(Tensor, self.head(self.last(x)))
 
 
 def norm(x: Tensor) -> Tensor:

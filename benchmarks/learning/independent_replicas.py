@@ -13,7 +13,7 @@ from ...compress import Residual
 from ...hooks.local_sgd.outer_sgd import GlobalParameters, OuterSGD
 from ..common.language_model import update
 from .ranks import InProcessRanks
-from .tasks import Batch, Task
+from .tasks import Batch
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class IndependentReplicas:
         ranks: exchange the differences of parameters in their order in the model.
         model: what all start from.
         optimizers_of: makes those of a model.
-        task: what is learned; each rank clips its own gradients.
+        backward: adds the gradients of a batch to those of a model.
+        clip: largest norm of a rank's own gradients.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class IndependentReplicas:
         ranks: InProcessRanks,
         model: nn.Module,
         optimizers_of: Callable[[nn.Module], Sequence[torch.optim.Optimizer]],
-        task: Task,
+        backward: Callable[[nn.Module, Batch], None],
+        clip: float,
     ) -> None:
-        self.rounds, self.ranks, self.task = rounds, ranks, task
+        self.rounds, self.ranks, self.backward, self.clip = rounds, ranks, backward, clip
         self.models = [copy.deepcopy(model) for _ in ranks.memories]
         self.optimizers = [optimizers_of(one) for one in self.models]
-        outer = OuterSGD(device="cpu")
+        outer = OuterSGD()
         self.shared = [
             GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), outer)
             for one in self.models
@@ -66,9 +68,8 @@ class IndependentReplicas:
     def step(self, data: Sequence[Iterator[Batch]], rate: float) -> int:
         """One step of every rank, with each one's next batch. Returns the bytes that a rank received."""
         for model, optimizers, batches in zip(self.models, self.optimizers, data, strict=True):
-            inputs, targets = next(batches)
-            self.task.loss(model(inputs), targets).backward()
-            update(optimizers, rate, self.task.clip)
+            self.backward(model, next(batches))
+            update(optimizers, rate, self.clip)
         self.steps, self.agree = self.steps + 1, False
         if self._due is not None and self.steps >= self._due:
             self._move(self.rounds.carry, self.rounds.unsent)

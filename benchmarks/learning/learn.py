@@ -5,16 +5,19 @@ that the arm names, compared with those of a float32 ring all-reduce. Every arm 
 first seed, float32 too: half, once and twice a rate to begin with, then on as long as the best one lies at an end. The
 other seeds train at that rate. Differences to float32 are paired by seed.
 
-Runs are written one by one, and those that are there already are not made again: interrupt it, and go on later.
+Runs are written one by one, and those that are there already are not made again: interrupt it, and go on later. On a
+GPU (`--device cuda`) the ranks share it, and forward and backward passes are compiled.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
@@ -34,7 +37,7 @@ from .independent_replicas import IndependentReplicas
 from .ranks import InProcessRanks
 from .search import Runs, best_rate, finite, loss_of, origin, still_needed
 from .stages import train_in_stages
-from .tasks import TASKS, Batch, Task
+from .tasks import TASKS, Batch, Task, Text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,28 +57,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--begin", type=float, help="the rate that searches begin at (default: the task's own)")
     parser.add_argument("--seeds", type=int, default=3, help="train with seeds 0 to N-1 (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, on CPUs (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--text", metavar="FILE", help="what language models read, in the place of the task's own text")
+    parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="begin no run that would not end by then")
     add_output(parser, plot="loss against bytes")
 
 
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench learn`."""
     expect_counts(options)
-    task = task_of(options.task, options.optimizer, options.batch, options.steps)
+    names = ("task", "optimizer", "batch", "steps", *(["text"] if options.text else []))
+    job = {name: getattr(options, name) for name in names}
+    task = task_of(**job)
     task.share(options.world)
     arms = list(dict.fromkeys([FLOAT32, *options.arms]))
-    common = {name: getattr(options, name) for name in ("task", "optimizer", "world", "batch", "steps")}
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device here; leave it out, and CPUs are taken")
+    on = {"device": torch.cuda.get_device_name()} if options.device == "cuda" else {}
+    common = {**job, "world": options.world, **on}
     rates = options.learning_rates
     known = Runs(options.file, common | {"source": task.source}, arms, options.seeds, rates)
-    begin = options.begin or task.learning_rates[task.optimizer]
-    with Progress("learn", 0) as progress, ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+    begin, began = options.begin or task.learning_rates[task.optimizer], time.monotonic()
+
+    def spare(seconds: float) -> bool:
+        return options.stop_after is None or time.monotonic() - began + seconds < options.stop_after
+
+    with Progress("learn", 0) as progress:
         while missing := list(still_needed(known, arms, rates, begin, options.seeds)):
             progress.more(len(missing))
-            futures = [pool.submit(learn, **common, **job) for job in missing]
-            for future in as_completed(futures):
-                done = future.result()
+            made = len(known)
+            for done in make([{**common, **one} for one in missing], 1 if on else options.jobs, spare):
                 known.add(done)
                 progress.advance(1, f"{done['arm']} at {done['learning_rate']:g}: {loss_of(done):.3f}")
+            if made + len(missing) > len(known):
+                print("More runs are needed: the same command goes on.", file=sys.stderr)
+                return 1
     result = report.document(
         "learn", {**common, "arms": arms, "seeds": options.seeds, "learning_rates": rates, "begin": begin}
     )
@@ -85,15 +102,40 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def task_of(name: str, optimizer: str, batch: int, steps: int) -> Task:
+def make(jobs: Sequence[Mapping[str, Any]], at_once: int, spare: Callable[[float], bool]) -> Iterator[dict[str, Any]]:
+    """Each run as it ends, until there is no time to spare for another as long as the longest.
+
+    Args:
+        jobs: arguments of `learn`.
+        spare: whether so many more seconds are there.
+    """
+    waiting, longest = deque(jobs), 0.0
+    running: dict[Future[dict[str, Any]], float] = {}
+    with ProcessPoolExecutor(at_once, get_context("spawn")) as pool:
+        while waiting or running:
+            if not spare(longest):
+                waiting.clear()
+            while waiting and len(running) < at_once:  # none beforehand: it could not be called off
+                running[pool.submit(learn, **waiting.popleft())] = time.monotonic()
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                longest = max(longest, time.monotonic() - running.pop(future))
+                yield future.result()
+
+
+def task_of(task: str, optimizer: str, batch: int, steps: int, text: str | None = None) -> Task:
     """A task under an optimizer.
 
     Raises:
-        ValueError: the task has no parameters for that.
+        ValueError: the task has no parameters for that, or reads no text.
     """
-    if optimizer not in TASKS[name].learning_rates:
-        raise ValueError(f"--optimizer {optimizer}: {name} has {' and '.join(TASKS[name].learning_rates)} only")
-    return replace(TASKS[name], optimizer=optimizer, batch=batch, steps=steps)
+    found = TASKS[task]
+    if optimizer not in found.learning_rates:
+        raise ValueError(f"--optimizer {optimizer}: {task} has {' and '.join(found.learning_rates)} only")
+    if text is not None:
+        if not isinstance(found, Text):
+            raise ValueError(f"--text {text}: {task} reads none")
+        found = replace(found, text=text)
+    return replace(found, optimizer=optimizer, batch=batch, steps=steps)
 
 
 def optimizers_of(task: Task, model: nn.Module, way: LearningArm) -> list[torch.optim.Optimizer]:
@@ -124,14 +166,28 @@ def optimizers_of(task: Task, model: nn.Module, way: LearningArm) -> list[torch.
 
 
 def learn(
-    task: str, optimizer: str, world: int, batch: int, steps: int, arm: str, learning_rate: float, seed: int
+    task: str,
+    optimizer: str,
+    world: int,
+    batch: int,
+    steps: int,
+    arm: str,
+    learning_rate: float,
+    seed: int,
+    text: str | None = None,
+    device: str | None = None,
 ) -> dict[str, Any]:
     """One run: its arguments, the validation loss at the end, accuracy where the task has one, and bytes that a rank
-    received for each parameter in a step, of float32's."""
+    received for each parameter in a step, of float32's.
+
+    Args:
+        device: name of the GPU that it takes; None: none.
+    """
+    made = dict(locals())
     torch.set_num_threads(1)
-    job, way = task_of(task, optimizer, batch, steps), LEARNED[arm]
+    job, way = task_of(task, optimizer, batch, steps, text), LEARNED[arm]
     torch.manual_seed(seed)
-    model = job.model()
+    model = job.model().to("cpu" if device is None else "cuda")
     data = [job.batches(seed, rank, world) for rank in range(world)]
     rates = [learning_rate / job.learning_rates[optimizer] * job.rate(step) for step in range(steps)]
     if way.between is not None:
@@ -143,18 +199,23 @@ def learn(
         share = received / steps / ring
     sums = job.validation(model, 0, 1)
     return {
-        "task": task,
-        "optimizer": optimizer,
-        "world": world,
-        "batch": batch,
-        "steps": steps,
-        "arm": arm,
-        "learning_rate": learning_rate,
-        "seed": seed,
+        **{name: value for name, value in made.items() if value is not None},
         "loss": finite(sums["loss"] / sums["count"]),
         **({"accuracy": sums["right"] / sums["count"]} if "right" in sums else {}),
         "share_of_bytes": share,
     }
+
+
+def backward_of(job: Task, model: nn.Module) -> Callable[[nn.Module, Batch], None]:
+    """Adds the gradients of a batch to those of a model like this one; compiled on a GPU."""
+    device = next(model.parameters()).device
+    loss_of = torch.compile(job.loss_of) if device.type == "cuda" else job.loss_of
+
+    def backward(model: nn.Module, batch: Batch) -> None:
+        inputs, targets = (x.to(device, non_blocking=True) for x in batch)
+        loss_of(model, inputs, targets).backward()
+
+    return backward
 
 
 def train_apart(
@@ -162,9 +223,11 @@ def train_apart(
 ) -> tuple[nn.Module, int]:
     """Every rank a model of its own, and rounds. Returns the model that they agree on, and the bytes received."""
     assert way.rounds is not None
-    layout = in_order(dict(model.named_parameters()))
-    ranks = InProcessRanks(len(data), layout, way.codec, way.exchange, way.strategy, seed)
-    apart = IndependentReplicas(way.rounds, ranks, model, lambda one: optimizers_of(job, one, way), job)
+    parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    ranks = InProcessRanks(len(data), in_order(parameters), way.codec, way.exchange, way.strategy, seed, device=device)
+    backward = backward_of(job, model)
+    apart = IndependentReplicas(way.rounds, ranks, model, lambda one: optimizers_of(job, one, way), backward, job.clip)
     received = sum(apart.step(data, rate) for rate in rates) + apart.synchronise()
     return apart.models[0], received
 
@@ -175,21 +238,20 @@ def train_together(
     """One model for all ranks, whose gradients are exchanged. Returns it, and the bytes that a rank received."""
     world = len(data)
     parameters = list(model.parameters())
-    layout = layout_of(model)
+    layout, device = layout_of(model), parameters[0].device
     strategy, clip = way.clipped(job.clip, world)
-    ranks = InProcessRanks(world, layout, way.codec, way.exchange, strategy, seed)
+    ranks = InProcessRanks(world, layout, way.codec, way.exchange, strategy, seed, device=device)
     if way.begins:
         ranks.use(QSGD(bits=8), "two_pass")
-    updates = optimizers_of(job, model, way)
-    flats = [torch.zeros(sum(p.numel() for p in parameters)) for _ in range(world)]
+    updates, backward = optimizers_of(job, model, way), backward_of(job, model)
+    flats = [torch.zeros(sum(p.numel() for p in parameters), device=device) for _ in range(world)]
     arriving: deque[Tensor] = deque(maxlen=way.late + 1)  # too late at the beginning: the first one until then
     received = 0
     for step, rate in enumerate(rates):
         if step == way.begins > 0:
             ranks.use(way.codec, way.exchange)
         for flat, batches in zip(flats, data, strict=True):
-            inputs, targets = next(batches)
-            job.loss(model(inputs), targets).backward()
+            backward(model, next(batches))
             move(parameters, flat, layout)
         arriving.append(ranks.reduce(flats).clone())
         put(parameters, arriving[0], layout)

@@ -27,6 +27,7 @@ class InProcessRanks:
         seed: of stochastic codecs.
         memories: the ranks' feedback, to go on with; None: none yet.
         index: of the bucket that this is.
+        device: of the gradients.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class InProcessRanks:
         seed: int = 0,
         memories: list[FeedbackStore] | None = None,
         index: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.world, self.numel, self.seed = World(size), layout_numel(layout), seed
         self.strategy, self.step = strategy, 0
         self.memories = [FeedbackStore(strategy) for _ in range(size)] if memories is None else memories
-        self.units = [Bucket(index, [], layout, frozenset(), torch.empty(self.numel), strategy) for _ in range(size)]
+        like = torch.empty(self.numel, device=device)
+        self.units = [Bucket(index, [], layout, frozenset(), like, strategy) for _ in range(size)]
         self.use(codec, exchange)
 
     def use(self, codec: Codec, exchange: str) -> None:
@@ -51,7 +54,7 @@ class InProcessRanks:
         self.keeps = self.strategy is not None and not codec.lossless
         codec = (codec.with_feedback() if self.keeps else codec).for_layout(self.units[0].layout)
         for group, unit in zip(self.world.groups, self.units, strict=True):
-            unit.use(EXCHANGES[exchange](codec, self.numel, 0, torch.device("cpu"), group), self.seed, group.rank)
+            unit.use(EXCHANGES[exchange](codec, self.numel, 0, unit.device, group), self.seed, group.rank)
 
     def reduce(self, gradients: Sequence[Tensor]) -> Tensor:
         """Replace each rank's flat float32 gradient by the mean that is handed out there, and return that.

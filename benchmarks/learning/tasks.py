@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,9 @@ from ..common.language_model import (
     Corpus,
     LanguageModel,
     bits_per_byte,
+    installed_source,
     standard_library,
+    text_file,
     total_loss,
     update,
     validation_starts,
@@ -90,6 +93,9 @@ class Task(ABC):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
+    def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(model(inputs), targets)
+
     def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -104,7 +110,7 @@ class Task(ABC):
     def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, batch: Batch) -> None:
         """Forward, backward, clip, update; `model` is DDP's."""
         inputs, targets = batch
-        self.loss(model(inputs), targets).backward()
+        self.loss_of(model, inputs, targets).backward()
         update([optimizer], self.rate(step), self.clip)
 
     def share(self, world_size: int) -> int:
@@ -122,15 +128,6 @@ class Task(ABC):
         return {"loss_unit": self.loss_unit, **options}
 
 
-class Bfloat16LanguageModel(LanguageModel):
-    """Its matrix products take bfloat16 (`torch.autocast`); parameters, gradients and logits are float32."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            logits: Tensor = super().forward(tokens)
-        return logits.float()
-
-
 @dataclass(frozen=True)
 class Text(Task):
     """A byte-level transformer on the standard library's source.
@@ -139,6 +136,8 @@ class Text(Task):
         context: bytes that a sample has.
         gpt2: the model is GPT-2's, and not the one that learns fast.
         autocast: matrix products take bfloat16.
+        packages: the text is the source of installed packages, too.
+        text: path of a file that is the text instead.
     """
 
     loss_unit = "bits per byte"
@@ -149,18 +148,24 @@ class Text(Task):
     gpt2: bool = False
     validation_windows: int = 128
     autocast: bool = False
+    packages: bool = False
+    text: str | None = None
 
     @cached_property
     def corpus(self) -> Corpus:
-        return standard_library()
+        if self.text is not None:
+            return text_file(self.text)
+        return installed_source() if self.packages else standard_library()
 
     @property
     def source(self) -> str:
-        return f"standard library {self.corpus.digest}"
+        name = "installed packages" if self.packages else "standard library"
+        return f"{name if self.text is None else Path(self.text).name} {self.corpus.digest}"
 
     def model(self) -> nn.Module:
-        cls = GPT2 if self.gpt2 else Bfloat16LanguageModel if self.autocast else LanguageModel
-        return cls(self.width, self.layers, self.heads, self.context)
+        model = (GPT2 if self.gpt2 else LanguageModel)(self.width, self.layers, self.heads, self.context)
+        model.autocast = self.autocast
+        return model
 
     def batches(self, seed: int, rank: int, world_size: int) -> Iterator[Batch]:
         text, share = self.corpus.train, self.share(world_size)
@@ -176,7 +181,8 @@ class Text(Task):
     def validation(self, model: nn.Module, rank: int, world_size: int) -> dict[str, float]:
         text = self.corpus.validation
         starts = validation_starts(text, self.validation_windows, self.context)[rank::world_size]
-        inputs, targets = windows(text, starts, self.context)
+        device = next(model.parameters()).device
+        inputs, targets = (x.to(device) for x in windows(text, starts, self.context))
         return {"loss": bits_per_byte(total_loss(model, inputs, targets), 1), "count": targets.numel()}
 
 
@@ -301,7 +307,36 @@ LARGE_BFLOAT16 = dataclasses.replace(
     validation_windows=128,
     autocast=True,
 )
-TASKS: dict[str, Task] = {task.name: task for task in (DIGITS, SMALL, GPT2_SMALL, GPT2_TINY, LARGE, LARGE_BFLOAT16)}
+GPT2_LARGE = dataclasses.replace(
+    GPT2_SMALL,
+    name="gpt2-large",
+    title="GPT-2 over bytes, 10 M parameters, products in bfloat16",
+    learning_rates={"adamw": 2e-3, "muon": 2e-3},
+    bucket_mb=8,
+    width=320,
+    layers=8,
+    heads=5,
+    autocast=True,
+)
+#: For one GPU: GPT-2's size, and more text than a run of 2000 steps reads.
+GPT2_GPU = dataclasses.replace(
+    GPT2_LARGE,
+    name="gpt-116m",
+    title="GPT-2 over bytes, 117 M parameters, products in bfloat16",
+    steps=2000,
+    batch=32,
+    learning_rates={"adamw": 8e-4, "muon": 8e-4},
+    bucket_mb=25,
+    context=512,
+    width=896,
+    layers=12,
+    heads=14,
+    validation_windows=1024,
+    packages=True,
+)
+TASKS: dict[str, Task] = {
+    task.name: task for task in (DIGITS, SMALL, GPT2_SMALL, GPT2_TINY, GPT2_LARGE, GPT2_GPU, LARGE, LARGE_BFLOAT16)
+}
 
 
 def validate(task: Task, model: nn.Module) -> dict[str, float]:

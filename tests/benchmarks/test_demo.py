@@ -12,7 +12,9 @@ import torch
 from gradwire.benchmarks.common.language_model import (
     GPT2,
     LanguageModel,
+    installed_source,
     standard_library,
+    text_file,
     total_loss,
     update,
     validation_starts,
@@ -29,6 +31,25 @@ def test_text_is_split_by_file_and_always_the_same() -> None:
     assert len(corpus.train) > 10 * 64 * 512
     assert len(corpus.validation) > 64 * 512
     assert len(corpus.validation) < len(corpus.train)
+
+
+def test_text_may_be_a_file_or_installed_packages(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number}.py").write_text(f"number = {number % 150}\n" * 100)  # a quarter says the same
+    corpus = installed_source([tmp_path])
+    assert len(corpus.train_files) + len(corpus.validation_files) == 150
+    assert 0 < len(corpus.validation_files) < 30
+    assert bytes(corpus.train.tolist()).count(b"\n") == 100 * len(corpus.train_files)
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(200)) * 1000)
+    whole = text_file(path)
+    assert (len(whole.train), len(whole.validation)) == (190_000, 10_000)
+    assert bytes(torch.cat([whole.train, whole.validation]).tolist()) == path.read_bytes()
+    path.write_bytes(b"short")
+    with pytest.raises(ValueError, match="has 5 bytes: expected 100,000 or more"):
+        text_file(path)
+    with pytest.raises(ValueError, match="nothing: No such file"):
+        text_file(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("kind", [LanguageModel, GPT2])

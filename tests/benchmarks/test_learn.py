@@ -16,6 +16,7 @@ import torch.distributed as dist
 from gradwire import (
     QSGD,
     Aggregate,
+    ChunkedTopK,
     Codec,
     Identity,
     LocalUpdates,
@@ -44,6 +45,9 @@ from gradwire.hooks.comm.ports import drive
 from gradwire.hooks.core.bucket import Bucket
 from gradwire.hooks.exchanges import EXCHANGES
 from lacking import needs
+from nccl_on_cpu import DEVICE, Machine, on_gpu, read
+from nccl_on_cpu.cuda import installed
+from nccl_on_cpu.tensors import Factories
 from ranks import Pool
 from training import digest
 
@@ -128,12 +132,33 @@ def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         virtual.reduce([gradient(0, 0), gradient(1, 0)])
 
 
+@pytest.mark.parametrize(
+    ("codec", "exchange", "strategy"),
+    [
+        (ChunkedTopK(k=100), "two_pass", Residual()),
+        (TopK(0.05), "gather", Residual()),
+        (Identity(), "dense", None),
+    ],
+    ids=str,
+)
+def test_virtual_ranks_share_a_gpu(codec: Codec, exchange: str, strategy: Feedback | None) -> None:
+    on_cpus = InProcessRanks(3, LAYOUT, codec, exchange, strategy)
+    expected = [on_cpus.reduce([gradient(rank, step) for rank in range(3)]).clone() for step in range(STEPS)]
+    with installed(Machine()), Factories():
+        on_one = InProcessRanks(3, LAYOUT, codec, exchange, strategy, device=DEVICE)
+        found = [read(on_one.reduce([on_gpu(gradient(rank, step)) for rank in range(3)])) for step in range(STEPS)]
+    assert all(map(torch.equal, expected, found))
+    assert on_one.bytes_received == on_cpus.bytes_received
+
+
 LINE = "--task digits --world 2 --steps 3 --seeds 2 --jobs 1 --arms tracking-ternary local2-ternary"
 
 
 def test_runs_are_made_once_and_compared_at_their_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, plot = tmp_path / "runs.jsonl", tmp_path / "loss.png"
     arguments = ["learn", str(file), *LINE.split(), "--learning-rates", "1e-3", "1e-2"]
+    assert cli.main([*arguments, "--stop-after", "0"]) == 1
+    assert not file.exists(), "no run is begun that would not end"
     assert cli.main([*arguments, "--plot", str(plot), "--json", str(tmp_path / "loss.json")]) == 0
     first = file.read_text()
     runs = [json.loads(line) for line in first.splitlines()]
@@ -342,7 +367,14 @@ def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningAr
     task, model = learn.task_of("digits", "adamw", 6, 7), small_model()
     layout = learn.in_order(dict(model.named_parameters()))
     virtual = InProcessRanks(3, layout, way.codec, way.exchange, way.strategy, seed=3)
-    one = IndependentReplicas(rounds, virtual, model, lambda one: learn.optimizers_of(task, one, way), task)
+    one = IndependentReplicas(
+        rounds,
+        virtual,
+        model,
+        lambda one: learn.optimizers_of(task, one, way),
+        learn.backward_of(task, model),
+        task.clip,
+    )
     data = [task.batches(0, rank, 3) for rank in range(3)]
     for _ in range(7):
         one.step(data, 0.01)
