@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Collection
 from functools import partial
@@ -17,7 +18,7 @@ from gradwire import QSGD, Codec, CompressState, Identity, OneBit, Residual, Top
 from lacking import needs_hook, needs_reduce_scatter
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
-from training import Ledger, batch, digest, perceptron, residuals_of, train, wrap
+from training import Ledger, batch, digest, leaves, perceptron, residuals_of, train, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -172,6 +173,20 @@ TWO_PASS = {"exchange": "two_pass"}
 def test_a_save_changes_no_bit(ranks: Ranks, front: str, codec: Codec, options: dict[str, Any]) -> None:
     never, twice = (ranks(2).run(ends, front, codec, options, saves) for saves in ((), (1, 4)))
     assert never == twice
+
+
+@pytest.mark.parametrize("name", ["ddp", "local", "adam", "lion", "horovod"])
+@on_ranks(2)
+def test_later_steps_leave_a_consolidated_checkpoint_alone(rank: int, name: str) -> None:
+    how = {} if name in ("adam", "lion") else {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9)}
+    front = FRONTS[name](perceptron(), OneBit(), **how)
+    front.step(batch(rank, 0, front.model))
+    saved = front.state.consolidated_state_dict()
+    before = copy.deepcopy(saved)
+    front.step(batch(rank, 1, front.model))
+    assert len(leaves(saved)) > 5
+    assert digest(leaves(saved)) == digest(leaves(before))
+    front.close()
 
 
 # -- what does not fit any more ----------------------------------------------------------------------------------------

@@ -794,19 +794,6 @@ def test_parameters_in_another_order_are_not_mixed_up(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_later_steps_leave_a_consolidated_checkpoint_alone(rank: int) -> None:
-    hvd.init()
-    model = model_of()
-    optimizer = sgd(model)
-    train(model, optimizer, rank, range(1))
-    saved = optimizer.consolidated_state_dict()
-    before = copy.deepcopy(saved["state"])
-    train(model, optimizer, rank, range(1, 2))
-    for index, found in before.items():
-        assert torch.equal(saved["state"][index]["momentum_buffer"], found["momentum_buffer"])
-
-
-@on_ranks(2)
 def test_a_refused_gradient_leaves_nothing_under_way(rank: int) -> None:
     hvd.init()
 

@@ -695,23 +695,6 @@ def test_sharded_parameters_are_refused(rank: int) -> list[str]:
     return texts
 
 
-@on_ranks(2)
-def test_later_steps_leave_a_consolidated_checkpoint_alone(rank: int) -> None:
-    model = perceptron()
-    optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
-
-    def step(number: int) -> None:
-        model(batch(rank, number, model)).square().mean().backward()
-        optimizer.step()
-
-    step(0)
-    saved = optimizer.consolidated_state_dict()
-    before = copy.deepcopy(saved["state"])
-    step(1)
-    optimizer.close()
-    assert all(torch.equal(saved["state"][i][name], x) for i, found in before.items() for name, x in found.items())
-
-
 # -- state that scripts, trainers and broadcasts replace ---------------------------------------------------------------
 
 #: Of each parameter, by the name of a state.

@@ -146,6 +146,14 @@ def two_large_layers() -> tuple[nn.Module, Any]:
     return model, DistributedDataParallel(model, bucket_cap_mb=0.3)
 
 
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of nested dictionaries, by key, and lists."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = [tree[key] for key in sorted(tree, key=str)] if isinstance(tree, dict) else tree
+    return [x for part in parts for x in leaves(part)] if isinstance(parts, list | tuple) else []
+
+
 def residuals_of(saved: dict[str, Any]) -> dict[str, Tensor]:
     """The residuals in a checkpoint of one rank, or in a consolidated one."""
     [residuals] = saved["residuals"].values()
