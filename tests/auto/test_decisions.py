@@ -259,7 +259,7 @@ def test_it_stays_with_the_fastest(cluster: Cluster, codec: Codec, lags: tuple[i
     assert taken <= NEAR * best
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @example(replace(GPT2, rate=5e10), QSGD(4), 100.0, False, 3)
 @example(replace(GPT2, rate=1e8), ChunkedTopK(k=1024), 100.0, True, 3)
 @given(

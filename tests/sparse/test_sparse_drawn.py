@@ -238,7 +238,7 @@ def perform(rank: int, call: Call) -> tuple[str, str, str]:
     try:
         with torch.no_grad() if mode == "no grad" else torch.inference_mode(mode == "inference"):
             result = sparse_all_reduce(**given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         assert out is None or same(out.detach(), before)
         return f"{type(error).__name__}: {error}", "", ""
     finally:
@@ -317,7 +317,7 @@ def calls(draw: st.DrawFn, world_size: int) -> Call:
     )
 
 
-sequences = st.sampled_from([1, 2, 2, 3, 4, 8]).flatmap(
+sequences = st.sampled_from([1, 2, 2, 3, 4]).flatmap(
     lambda world_size: st.lists(calls(world_size), min_size=1, max_size=3)
 )
 
@@ -336,24 +336,27 @@ EACH = [
 ]
 
 
-def some_of_eight(pattern: str) -> tuple[Side, ...]:
+def some_of_four(pattern: str) -> tuple[Side, ...]:
     numbers = {1: "not finite"}
-    return tuple(Side(pattern if rank % 3 else "none", numbers=numbers.get(rank, "normal")) for rank in range(8))
+    return tuple(Side(pattern if rank % 3 else "none", numbers=numbers.get(rank, "normal")) for rank in range(4))
 
 
-#: Each pattern by every algorithm, on some of eight ranks, of which one has numbers that are not finite; and on one.
+#: Each pattern by every algorithm, on some of four ranks, of which one has numbers that are not finite; and on one.
 PLACES = [
-    Call(numel, "float32", "mean", algorithm, 1e-9, some_of_eight(pattern))
+    Call(numel, "float32", "mean", algorithm, 1e-9, some_of_four(pattern))
     for algorithm in ALGORITHMS
     for numel, pattern in ((1, "all"), *((5003, pattern) for pattern in PATTERNS))
 ]
 ALONE = [Call(40, "float32", "sum", algorithm, 1e-9, (Side(),)) for algorithm in ALGORITHMS]
+#: Each fault, and a sound call, for which the group must be in step.
+REFUSED = [Call(10, "float32", "mean", "auto", 1e-9, (Side(),) * 3, fault) for fault in (*FAULTS, None)]
 
 
 @settings(max_examples=by_time(14, 5000), deadline=None, suppress_health_check=list(HealthCheck))
 @example(sequence=EACH)
 @example(sequence=PLACES)
 @example(sequence=ALONE)
+@example(sequence=REFUSED)
 @given(sequence=sequences)
 def test_any_calls(ranks: Ranks, sequence: list[Call]) -> None:
     """Calls one after the other on the same processes; the ranks' results are held against each other."""
@@ -365,7 +368,7 @@ def test_any_calls(ranks: Ranks, sequence: list[Call]) -> None:
         if call.fault is None:
             assert not error
         else:
-            assert all(word in error for word in FAULTS[call.fault][1])
+            assert all(word in error for word in FAULTS[call.fault][1]), (call.fault, error)
         bits = {(dtype, digest) for _, dtype, digest in found}
         assert len(bits) == len({dtype for dtype, _ in bits}), "ranks differ"
 
@@ -382,28 +385,6 @@ def test_owners_get_equal_shares(rank: int, pattern: str) -> list[int]:
     assert (bounds[0], bounds[-1]) == (0, 100_000)
     assert int(shares.max()) <= 1.1 * float(shares.float().mean())
     return bounds
-
-
-def refused(rank: int, fault: str) -> str:
-    """Rank 1 hands in something wrong; what every rank is told."""
-    arguments = SOUND | (FAULTS[fault][0]() if rank == 1 else {})
-    try:
-        sparse_all_reduce(**arguments)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    else:
-        said = "nothing"
-    # The group still works, and in step.
-    assert sparse_all_reduce(torch.tensor([rank]), torch.ones(1), 10, op="sum")[0].tolist() == [0, 1, 2]
-    return said
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_reduced_is_refused_on_every_rank(ranks: Ranks, fault: str) -> None:
-    told = ranks(3).run(refused, fault)
-    assert len(set(told)) == 1, told
-    for word in FAULTS[fault][1]:
-        assert word in told[0]
 
 
 def outside(rank: int, how: str) -> str:
