@@ -47,11 +47,6 @@ def test_the_page_runs(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     assert_printed(printed, expected(ROOT / "docs/fsdp.md"))
 
 
-def test_its_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        assert (ROOT / "docs" / target).is_file(), target
-
-
 @needs_reduce_scatter
 def test_the_example_learns() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
