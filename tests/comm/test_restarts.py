@@ -81,9 +81,8 @@ def leave(me: int) -> Any:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Pool]:
-    pool = Pool(3)
-    yield pool
-    pool.close()
+    with Pool(3) as pool:
+        yield pool
 
 
 def test_a_process_meets_others_after_its_group_was_destroyed(processes: Pool, tmp_path: Path) -> None:

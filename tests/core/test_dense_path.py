@@ -230,11 +230,8 @@ def raised_elsewhere(rank: int, other: int | None) -> tuple[str, float]:
 
 @pytest.mark.parametrize("other", [2, None])
 def test_ranks_that_have_not_raised_alike_hear_of_it(other: int | None) -> None:
-    pool = Pool(2, timedelta(seconds=20))
-    try:
+    with Pool(2, timedelta(seconds=20)) as pool:
         results = pool.run(raised_elsewhere, other, within=40)
-    finally:
-        pool.close()
     for text, seconds in results:
         assert seconds < 15
         if other is None:
@@ -356,11 +353,8 @@ def from_time_to_time(rank: int) -> Any:
 
 
 def test_now_and_then_ranks_look_whether_all_is_well() -> None:
-    pool = Pool(2, timedelta(seconds=8))
-    try:
+    with Pool(2, timedelta(seconds=8)) as pool:
         results = pool.run(from_time_to_time, within=60)
-    finally:
-        pool.close()
     for straight, seen, steps, _ in results:
         assert straight[0] == 0 < min(straight[1:])
         assert seen == 2, "steps 4 and 8"

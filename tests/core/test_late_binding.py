@@ -28,7 +28,7 @@ from ranks import Pool, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from training import Ledger, batch, digest, mean_residuals, perceptron, residuals_of, through_a_file, train, wrap
+from training import Ledger, batch, digest, mean_residuals, perceptron, residuals_of, through_a_file, told, train, wrap
 
 Ranks = Callable[[int], Pool]
 OPTIONS: dict[str, Any] = {"fallback": None, "exchange": "gather"}
@@ -155,20 +155,12 @@ def wrong(rank: int, case: str) -> str:
         # A module that DDP does not find the way it is usually found: nobody has registered anything.
         state = CompressState(OneBit(), **OPTIONS)
         bucket = Bucket()
-        try:
-            state.submit(bucket)  # type: ignore[arg-type]
-        except RuntimeError as error:
-            return str(error)
-    try:
-        if case == "options":
-            ddp.register_comm_hook(state, compress_hook)
-            train(rank, ddp, range(1))
-        else:
-            state.bind(ddp)
-    except Exception as error:
-        assert not state.bound
-        return str(error)
-    return "nothing was raised"
+        return told(lambda: state.submit(bucket))  # type: ignore[arg-type]
+    if case == "options":
+        ddp.register_comm_hook(state, compress_hook)
+    text = told(lambda: train(rank, ddp, range(1)) if case == "options" else state.bind(ddp))
+    assert not state.bound
+    return text
 
 
 class Bucket:
@@ -246,19 +238,11 @@ def test_python_reducer_is_refused(rank: int) -> None:
         ddp = DistributedDataParallel(perceptron())
     finally:
         torch._dynamo.config.optimize_ddp = usual
-    bound = called = ""
-    try:
+    with pytest.raises(ValueError, match='set it to "ddp_optimizer"'):
         state.bind(ddp)
-    except ValueError as error:
-        bound = str(error)
     parameter = next(ddp.parameters())
-    try:
+    with pytest.raises(TypeError, match=r"got a tuple.*ddp_optimizer"):
         compress_hook(state, (parameter, parameter))  # type: ignore[arg-type]
-    except TypeError as error:
-        called = str(error)
-    assert 'set it to "ddp_optimizer"' in bound
-    assert "got a tuple" in called
-    assert "ddp_optimizer" in called
 
 
 # -- files of a rank each, as the trainers have them -------------------------------------------------------------------
@@ -331,11 +315,7 @@ def test_a_trainers_scaler_is_followed(rank: int) -> None:
         size = sum(float(x.abs().sum()) for x in residuals_of(saved).values()) / saved["scale"]
         found += [state.grad_scaler is scaler, saved["scale"] == scaler.get_scale(), size < 4 * (before or size)]
         before = before or size
-    text = ""
-    try:
-        register_hook(DistributedDataParallel(model), state, None)
-    except ValueError as error:
-        text = str(error)
+    text = told(lambda: register_hook(DistributedDataParallel(model), state, None))
     # Before it has trained: the trainer's, or its own where the trainer has none.
     state = CompressState(OneBit(), grad_scaler=own, **OPTIONS)
     ddp = DistributedDataParallel(perceptron())
@@ -447,16 +427,12 @@ def test_what_is_the_same_model(rank: int) -> None:
     assert wrapped(state, perceptron())[0] == 0
     state.load_state_dict(saved)
     assert wrapped(state, perceptron()) == (2, True)
-    text = ""
     other: Any = perceptron()
     other[0] = model[0]
     state = CompressState(OneBit(), **OPTIONS)
     wrapped(state, model)
-    try:
+    with pytest.raises(ValueError, match=r"belongs to another model: they differ in '2\.weight'"):
         state.bind(DistributedDataParallel(other))
-    except ValueError as error:
-        text = str(error)
-    assert "belongs to another model: they differ in '2.weight'" in text
 
 
 @pytest.mark.parametrize("exchange", ["gather", "dense"])

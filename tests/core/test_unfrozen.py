@@ -87,11 +87,8 @@ def test_a_parameter_that_is_added_is_refused(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_one_rank_alone_leaves_nobody_waiting(dense: bool) -> None:
-    pool = Pool(2)
-    try:
+    with Pool(2) as pool:
         results = pool.run(thawed, dense, [1], "unfrozen", within=60)
-    finally:
-        pool.close()
     for before, after, same, seconds in results:
         assert before == ""
         assert "'0.weight' requires gradients" in after or "a rank is not responding in a dense step" in after

@@ -18,7 +18,7 @@ from ranks import Pool, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
-from training import batch, perceptron, wrap
+from training import batch, perceptron, told, wrap
 
 Ranks = Callable[[int], Pool]
 
@@ -27,14 +27,6 @@ def train(rank: int, model: Any, steps: int) -> None:
     for step in range(steps):
         model.zero_grad()
         model(batch(rank, step, model)).square().mean().backward()
-
-
-def raised(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
 
 
 def copied(model: Any, how: str) -> tuple[Any, CompressState]:
@@ -61,7 +53,7 @@ def test_a_copy_gets_the_hook(rank: int, how: str) -> None:
 def test_a_copy_that_torch_does_not_reduce_is_refused(rank: int) -> None:
     ddp, _ = wrap(perceptron(), TopK(0.01), exchange="gather", ddp={"static_graph": True})
     train(rank, ddp, 2)
-    text = raised(lambda: register_hook(*copied(ddp, "pickle")))
+    text = told(lambda: register_hook(*copied(ddp, "pickle")))
     assert "wrap its module in DistributedDataParallel again" in text
 
 
@@ -81,16 +73,13 @@ def forgotten(rank: int, how: str, only: int | None) -> tuple[str, float]:
     with twin.no_sync():
         train(rank, twin, 1)
     start = time.monotonic()
-    return raised(lambda: train(rank, twin, 1)), time.monotonic() - start
+    return told(lambda: train(rank, twin, 1)), time.monotonic() - start
 
 
 @pytest.mark.parametrize(("how", "only"), [("deepcopy", None), ("pickle", 0), ("new", 0)])
 def test_a_model_without_the_hook_is_told_so(how: str, only: int | None) -> None:
-    pool = Pool(2)
-    try:
+    with Pool(2) as pool:
         results = pool.run(forgotten, how, only, within=40)
-    finally:
-        pool.close()
     for text, seconds in results:
         assert "backward ran without the hook of the CompressState made for this model" in text
         assert seconds < 15
@@ -135,5 +124,5 @@ def test_hooks_of_ddps_own_are_named(rank: int, case: str, words: tuple[str, str
         lambda: CompressState(ddp, codec), lambda: CompressState(codec).bind(ddp),
         lambda: register_hook(ddp, CompressState(codec)),
     ]  # fmt: skip
-    texts = [raised(call) for call in calls]
+    texts = [told(call) for call in calls]
     assert all(word in text for text in texts for word in words), texts

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from gradwire import QSGD, Codec, CompressState, Identity, Momentum, OneBit, TernGrad, TopK, Tracking, compress_hook
 from gradwire.compress.formats.wire import WIRE_VERSION
+from gradwire.hooks.core import options as core_options
 from gradwire.hooks.core.options import Options
 from gradwire.hooks.ddp import model as owner
 from ranks import Pool, on_ranks
@@ -135,16 +136,8 @@ def test_ranks_that_disagree_all_say_so(rank: int, case: str, words: tuple[str, 
         ddp = ddp_of(nn.Sequential(model) if rank else model)
     elif case == "invalid":
         options = {"exchange": "ring"} if rank else {}
-    elif case == "version":
-        import gradwire.hooks.core.options as module
-
-        module.WIRE_VERSION = 1 + rank
-    try:
+    with patch.object(core_options, "WIRE_VERSION", 1 + rank if case == "version" else WIRE_VERSION):
         text = told(lambda: CompressState(ddp, codecs[rank % 2], **options))
-    finally:
-        import gradwire.hooks.core.options as module
-
-        module.WIRE_VERSION = WIRE_VERSION
     seconds = time.monotonic() - start
     assert text.startswith("ValueError"), text
     assert seconds < 15
@@ -168,14 +161,11 @@ def diverging_schedule(rank: int, codec: Codec, exchange: str) -> tuple[str, lis
     ("codec", "exchange"), [(TopK(0.5), "auto"), (Identity(), "auto"), (OneBit(block=256), "two_pass")], ids=str
 )
 def test_schedules_that_part_stop_every_rank_and_name_both_sides(codec: Codec, exchange: str) -> None:
-    pool = Pool(2)
-    try:
+    with Pool(2) as pool:
         for first, (again, finite) in pool.run(diverging_schedule, codec, exchange):
             assert f"ranks disagree on codec: rank 0 has {codec}, rank 1 has OneBit" in first
             assert "stopped after an earlier error" in again
             assert finite == "True"
-    finally:
-        pool.close()
 
 
 def die(rank: int, exchange: str) -> Any:
@@ -197,16 +187,13 @@ def die(rank: int, exchange: str) -> Any:
 @pytest.mark.parametrize("exchange", ["two_pass", "dense"])
 def test_a_rank_that_dies_leaves_the_others_with_an_error(exchange: str) -> None:
     timeout = timedelta(seconds=15)
-    pool = Pool(3, timeout)
-    try:
+    with Pool(3, timeout) as pool:
         results = pool.run(die, exchange, may_die=(1,))
         for rank in (0, 2):
             text, seconds, intact = results[rank]
             assert "gradwire" in text or "Gloo" in text or "gloo" in text, text
             assert seconds < timeout.total_seconds() + 10
             assert intact
-    finally:
-        pool.close()
 
 
 def alone_first(rank: int) -> list[str]:
@@ -220,11 +207,8 @@ def alone_first(rank: int) -> list[str]:
 
 
 def test_ranks_meet_where_one_has_waited_in_vain_before() -> None:
-    pool = Pool(2)
-    try:
+    with Pool(2) as pool:
         (alone, *first), second = pool.run(alone_first, within=60)
-    finally:
-        pool.close()
     assert "every rank must construct CompressState" in alone
     assert first == second == ["nothing"]
 
@@ -441,11 +425,8 @@ def alone(rank: int, case: str) -> tuple[str, float]:
     ],
 )
 def test_what_one_rank_does_alone_is_told_to_all(case: str, words: tuple[str, ...]) -> None:
-    pool = Pool(2)
-    try:
+    with Pool(2) as pool:
         results = pool.run(only_here, case, within=30)
-    finally:
-        pool.close()
     for text, seconds in results[: 1 if case == "absent" else 2]:
         assert seconds < 15
         for word in words:

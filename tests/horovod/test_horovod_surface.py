@@ -205,8 +205,6 @@ sys.stdout.write(f"{hvd.rank()} {hvd.size()} {hvd.local_rank()} {hvd.local_size(
 
 @pytest.mark.parametrize("launcher", ["mpirun", "PMI"])
 def test_mpirun_needs_no_master_address(tmp_path: Path, launcher: str) -> None:
-    import os
-
     clean = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
     processes = []
     for rank in range(2):
@@ -420,8 +418,6 @@ def test_strangers_are_not_let_in() -> None:
 
 
 def stalled(rank: int) -> float:
-    import os
-
     hvd.shutdown()
     os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "1"
     hvd.init()

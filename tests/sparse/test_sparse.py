@@ -47,11 +47,8 @@ def die(rank: int) -> list[str]:
 
 
 def test_a_rank_that_dies_is_an_error_within_the_timeout() -> None:
-    pool = Pool(6)
-    try:
+    with Pool(6) as pool:
         told = pool.run(die, may_die=(1, 2, 3, 4))
-    finally:
-        pool.close()
     for rank in SURVIVORS:
         assert len(told[rank]) == len(arguments.ALGORITHMS)
         assert all(told[rank])
@@ -78,11 +75,8 @@ def die_between(rank: int, survived: int) -> float:
 
 @pytest.mark.parametrize("survived", [0, 1])
 def test_a_rank_that_dies_between_two_messages_leaves_nobody_waiting(survived: int) -> None:
-    pool = Pool(3)
-    try:
+    with Pool(3) as pool:
         told = pool.run(die_between, survived, may_die=(1,), within=30.0)
-    finally:
-        pool.close()
     assert max(told[0], told[2]) < 10.0
 
 

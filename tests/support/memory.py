@@ -94,10 +94,9 @@ def beyond_ddp(rank: int, cases: list[Case], layers: int) -> list[tuple[float, f
 def main(sizes: list[int]) -> None:
     columns = list[list[float]]()
     for size in sizes:
-        pool = Pool(size)
-        ranks = pool.run(beyond_ddp, list(CASES), 32, within=900.0)
+        with Pool(size) as pool:
+            ranks = pool.run(beyond_ddp, list(CASES), 32, within=900.0)
         columns.append([max(later for _, later in peaks) for peaks in zip(*ranks, strict=True)])
-        pool.close()
     print("| codec | exchange |", " | ".join(f"{size} ranks" for size in sizes), "|")
     print("| --- | --- |", " | ".join("--:" for _ in sizes), "|")
     for (codec, exchange, strategy), *row in zip(CASES, *columns, strict=True):

@@ -220,10 +220,9 @@ def measured(pool: Any) -> dict[str, set[str]]:
 def main() -> None:
     from ranks import Pool
 
-    pool = Pool(2)
     ROOMS.write_text(rooms_picture(library()), "utf-8")
-    WAY.write_text(way_picture(measured(pool), library()), "utf-8")
-    pool.close()
+    with Pool(2) as pool:
+        WAY.write_text(way_picture(measured(pool), library()), "utf-8")
 
 
 if __name__ == "__main__":

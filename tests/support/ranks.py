@@ -151,6 +151,12 @@ class Pool:
             raise RankError("\n".join(f"rank {rank}: {problems[rank]}" for rank in sorted(problems)))
         return results
 
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.broken = True
         for pid, process in zip(self.pids, self._processes, strict=True):

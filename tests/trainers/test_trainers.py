@@ -190,9 +190,8 @@ def ran(rank: int, framework: str, codec: str | None, folder: str, resume: bool,
 @pytest.fixture(scope="module")
 def two() -> Iterator[Pool]:
     """Two ranks for this file, which import what no other test has to."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
+    with Pool(2) as pool:
+        yield pool
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
