@@ -1,5 +1,6 @@
 """Imports run one way: csrc ← formats ← backends ← codecs ← feedback ← comm ← network ← exchanges ← {sparse, auto} ←
-training ← core ← {ddp, local_sgd, fsdp, horovod, pipelining, sufficient_factors} ← {optim, trainers} ← benchmarks.
+training ← core ← {backend, ddp, local_sgd, fsdp, horovod, pipelining, sufficient_factors} ← {optim, trainers} ←
+benchmarks.
 Fronts do not import each other, and training and core know no DDP.
 
 `violations` reads sources, not modules, so that an import inside a function or under TYPE_CHECKING counts as well.
@@ -36,7 +37,7 @@ LAYERS = (
     ("choices", r"hooks\.(auto|sparse)(\..+)?"),
     ("training", r"hooks\.training(\..+)?"),
     ("core", r"hooks\.core(\..+)?"),
-    ("fronts", r"hooks\.(ddp|local_sgd|fsdp|horovod|pipelining|sufficient_factors)(\..+)?"),
+    ("fronts", r"hooks\.(backend|ddp|local_sgd|fsdp|horovod|pipelining|sufficient_factors)(\..+)?"),
     ("public hooks", r"hooks"),
     ("optimizers", r"optim(\..+)?"),
     ("trainers", r"trainers(\..+)?"),

@@ -11,7 +11,14 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-MODULES = ("gradwire", "gradwire.plugin", "gradwire.optim", "gradwire.trainers", "gradwire.hooks.horovod")
+MODULES = (
+    "gradwire",
+    "gradwire.plugin",
+    "gradwire.optim",
+    "gradwire.trainers",
+    "gradwire.hooks.backend",
+    "gradwire.hooks.horovod",
+)
 LISTED = Path(__file__).with_name("public_names.txt")
 
 
