@@ -44,14 +44,13 @@ class Hierarchical(Exchange):
         _, own_extra = _range(self.rank, -(-extra // ranks), extra)
         self.inner = inner(codec, own, own_extra, device, between)
         self.reads_step = self.inner.reads_step
-        # A row for each rank of the node: its slice of the gradient, then its slice of the extra elements.
+        # A row for each rank of the node: its slice of the gradient, then its slice of the extra elements. That rank's
+        # means arrive in the same memory, as it sends them only once it has all ranks' gradients.
         width = self.slice + -(-extra // ranks)
         self.sent = torch.zeros(ranks, width, dtype=torch.float32, device=device)
         self.row = torch.zeros(width, dtype=torch.float32, device=device)
-        self.means = torch.zeros(ranks, width, dtype=torch.float32, device=device)
         self.mean, self.own_extra = self.row[:own], self.row[self.slice : self.slice + own_extra]
-        self.to_send, self.extra_to_send = self._packing(self.sent)
-        self.arrived, self.extra_arrived = self._packing(self.means)
+        self.rows, self.extra_rows = self._packing(self.sent)
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self.not_finite = self.counted[1]
         # Inside a node nothing is far, and messages are as long as the gradient.
@@ -61,7 +60,7 @@ class Hierarchical(Exchange):
         else:
             self.slices = self.bytes(4 * self.sent.numel()).view(ranks, 4 * width)
             self.to_owners = self.persistent_swap(self.slices, self.sent.view(torch.uint8), ahead=1)
-        self.to_all = self.persistent_gather(self.means, self.row, ahead=1)
+        self.to_all = self.persistent_gather(self.sent, self.row, ahead=1)
         self.ports += self.inner.ports
 
     def _packing(self, rows: Tensor) -> tuple[Packing, Packing]:
@@ -112,8 +111,8 @@ class Hierarchical(Exchange):
     def reduce(self, x: ExchangeArgs) -> Stages:
         if not self.row.numel():  # empty parameters alone, as DDP puts those of another dtype in a bucket of their own
             return
-        self.to_send.take(x.feedback.flush(x.grad))  # with the residuals of other exchanges and other slices
-        self.extra_to_send.take(x.extra)
+        self.rows.take(x.feedback.flush(x.grad))  # with the residuals of other exchanges and other slices
+        self.extra_rows.take(x.extra)
         yield self.to_owners.start()
         if not self.averages:
             IDENTITY.decode_mean((self.slices,), self.row, self.workspaces[0])
@@ -122,10 +121,10 @@ class Hierarchical(Exchange):
             operands = ExchangeArgs(self.mean, self.mean, self.own_extra, *slices, x.draw, x.owner_draw, x.step)
             yield from self.inner.reduce(operands)
         yield self.to_all.start()
-        self.arrived.put(x.out)
-        self.extra_arrived.put(x.extra)
+        self.rows.put(x.out)
+        self.extra_rows.put(x.extra)
         # The inner exchange has seen this rank's slice alone.
-        self.not_finite.add_(~all_finite(self.means))
+        self.not_finite.add_(~all_finite(self.sent))
 
     def counts(self) -> list[Tensor]:
         return [*self.inner.counts(), self.counted]

@@ -13,28 +13,27 @@ from nccl_on_cpu.training import Recipe, outcomes
 from ranks import Pool
 
 Ranks = Callable[[int], Pool]
-#: Bytes a parameter at the peak of a step on CPUs, with the residual in it.
-OWNERS: dict[Case, float] = {
-    (OneBit(), "two_pass", None): 8.0,
-    (OneBit(), "two_pass", INT8): 6.0,
-    (Outliers(OneBit()), "gather", None): 7.2,
+#: Bytes a parameter at the peak of the first steps and of later ones on CPUs, with the residual in it. In the first
+#: step DDP has one bucket for all.
+OWNERS: dict[Case, tuple[float, float]] = {
+    (OneBit(), "two_pass", None): (9.6, 7.4),  # at two ranks 6 of these are residuals
+    (OneBit(), "two_pass", INT8): (8.8, 3.3),
+    (Outliers(OneBit()), "gather", None): (9.8, 6.2),
 }
-OTHERS: dict[Case, float] = {
-    (OneBit(), "gather", None): 5.2,
-    (TopK(), "split", None): 6.6,
-    (PowerSGD(), "factors", None): 6.2,
+OTHERS: dict[Case, tuple[float, float]] = {
+    (OneBit(), "gather", None): (5.8, 5.0),
+    (TopK(), "split", None): (6.2, 6.0),
+    (PowerSGD(), "factors", None): (5.8, 5.4),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "limits"), [(2, OWNERS), (2, OTHERS)])
-def test_bytes_a_parameter(ranks: Ranks, size: int, limits: dict[Case, float]) -> None:
-    """In no step more than these, nor while DDP has buckets of before and after its rebuild."""
-    found = ranks(size).run(beyond_ddp, list(limits), 16)
+def test_bytes_a_parameter(ranks: Ranks, size: int, limits: dict[Case, tuple[float, float]]) -> None:
+    found = ranks(size).run(beyond_ddp, list(limits), 32)
     for (case, most), *peaks in zip(limits.items(), *found, strict=True):
-        for first, later in peaks:
-            assert later < most, f"{case}: {later:.2f} bytes a parameter"
-            assert first < most + 2.0, f"{case}: {first:.2f} bytes a parameter in the first steps"
+        print(case, peaks)
+        assert all(first < most[0] and later < most[1] for first, later in peaks), f"{case}: {peaks}, of {most}"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_bytes_a_parameter_of_another_bucket_on_a_gpu(
     codec: Codec, exchange: str, strategy: Feedback | None, most: float
 ) -> None:
     """Memory that buckets share is not in it."""
-    side, few, more = 64 if codec == OneBit() else 128, 2, 4
+    side, few, more = 64 if codec == OneBit() else 192, 2, 4  # tables of a bucket that any size has weigh less
 
     def peak(recipe: Recipe) -> int:
         world = World(2)

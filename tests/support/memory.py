@@ -1,6 +1,6 @@
 """Bytes a parameter that compression takes beyond plain DDP, at the peak of a process's resident memory.
 
-`python tests/support/memory.py 2 4` writes the table of `docs/guarantees.md`, measured among 2 and among 4 ranks.
+`python tests/support/memory.py 2 4` writes the table of `docs/guarantees.md`, for so many ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from gradwire import CompressState, compress_hook
-from gradwire.compress import QSGD, Codec, Feedback, OneBit, Outliers, PowerSGD, Residual, TopK
+from gradwire.compress import QSGD, Codec, Feedback, Identity, OneBit, Outliers, PowerSGD, Residual, TopK
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,9 +27,11 @@ CASES: tuple[Case, ...] = (
     (OneBit(), "gather", None), (OneBit(), "two_pass", None), (OneBit(), "two_pass", INT8),
     (QSGD(bits=4), "two_pass", None), (TopK(0.01), "gather", None), (TopK(0.01), "gather", INT8),
     (TopK(0.01), "split", None), (TopK(0.01), "union", None), (TopK(0.01), "mask", None),
-    (PowerSGD(rank=4), "factors", None), (Outliers(OneBit()), "gather", None),
+    (PowerSGD(rank=4), "factors", None), (Outliers(OneBit()), "gather", None), (Identity(), "blocks", None),
+    (OneBit(), "hierarchical", None),
 )  # fmt: skip
-WIDTH = 256
+#: Of a layer, and ranks on a node. With layers of less, what a process takes whatever its model weighs more.
+WIDTH, NODE = 512, 2
 #: glibc's mallopt: memory from this size on goes back to the system as soon as it is freed.
 MMAP_THRESHOLD, SMALL, LARGE = -3, 32 << 10, 32 << 20
 
@@ -64,10 +66,13 @@ def training(case: Case | None, layers: int, states: list[CompressState]) -> Cal
     """A training step of linear layers, of two to a bucket; without a case of plain DDP."""
     torch.manual_seed(7)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    ddp, x = DistributedDataParallel(model, bucket_cap_mb=0.5, gradient_as_bucket_view=True), torch.randn(1, WIDTH)
+    bucket, x = 8 * WIDTH * WIDTH / 2**20, torch.randn(1, WIDTH)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
     if case is not None:
         codec, exchange, strategy = case
-        states.append(CompressState(ddp, codec, exchange=exchange, error_feedback=strategy or "auto", fallback=None))
+        nodes = NODE if exchange == "hierarchical" else None
+        kept = strategy or "auto"
+        states.append(CompressState(ddp, codec, exchange=exchange, error_feedback=kept, topology=nodes, fallback=None))
         ddp.register_comm_hook(states[-1], compress_hook)
     return lambda: ddp(x).sum().backward()
 
@@ -92,16 +97,19 @@ def beyond_ddp(rank: int, cases: list[Case], layers: int) -> list[tuple[float, f
 
 
 def main(sizes: list[int]) -> None:
-    columns = list[list[float]]()
+    columns = list[dict[Case, float]]()
     for size in sizes:
+        cases = [case for case in CASES if case[1] != "hierarchical" or size > NODE]
         with Pool(size) as pool:
-            ranks = pool.run(beyond_ddp, list(CASES), 32, within=900.0)
-        columns.append([max(later for _, later in peaks) for peaks in zip(*ranks, strict=True)])
+            ranks = zip(*pool.run(beyond_ddp, cases, 32, within=1800.0), strict=True)
+        columns.append({case: max(later for _, later in peaks) for case, peaks in zip(cases, ranks, strict=True)})
     print("| codec | exchange |", " | ".join(f"{size} ranks" for size in sizes), "|")
     print("| --- | --- |", " | ".join("--:" for _ in sizes), "|")
-    for (codec, exchange, strategy), *row in zip(CASES, *columns, strict=True):
-        kept = "" if strategy is None else f", `{strategy}`"
-        print(f'| `{codec}`{kept} | `"{exchange}"` |', " | ".join(f"{peak:.1f}" for peak in row), "|")
+    for case in CASES:
+        codec, exchange, strategy = case
+        kept, row = "" if strategy is None else f", `{strategy}`", [column.get(case) for column in columns]
+        cells = " | ".join("" if peak is None else f"{peak:.1f}" for peak in row)
+        print(f'| `{codec}`{kept} | `"{exchange}"` |', cells, "|")
 
 
 if __name__ == "__main__":

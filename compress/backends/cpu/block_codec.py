@@ -108,7 +108,7 @@ class Blocks(CpuKernels[B]):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
-        """In a room for some blocks of the residual as float32, which stays in cache."""
+        """With some blocks of the residual as float32 at a time, which stay in cache."""
         block, numel = self.block(codec), grad.numel()
         if block % low_precision.BLOCK:
             super().encode_low_precision(codec, grad, residual, wire, draw, workspace)
@@ -120,7 +120,6 @@ class Blocks(CpuKernels[B]):
         count, pieces, scratch, size = self._split(codec, numel, workspace)
         at_once = max(1, WIDE_ELEMENTS // block)
         room_bytes = whole_lines(4 * min(at_once, count) * block + low_precision.SPARE)
-        rooms = reserved(workspace, "room", pieces * room_bytes)
 
         def job(first: int, last: int, piece: int) -> None:
             room = rooms + piece * room_bytes
@@ -132,7 +131,9 @@ class Blocks(CpuKernels[B]):
                 kernel(source, there, target, (numel, begin, end), *rest, scratch + piece * size)
                 write(there, *parts, span, room)
 
-        run(job, count, pieces)
+        with workspace.scratch.open(pieces * room_bytes // 4, grad.device) as memory:
+            rooms = address(memory)
+            run(job, count, pieces)
 
     def encode_momentum(
         self,
