@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from gradwire import CompressState, compress_hook
@@ -71,8 +72,8 @@ def training(case: Case | None, layers: int, states: list[CompressState]) -> Cal
     if case is not None:
         codec, exchange, strategy = case
         nodes = NODE if exchange == "hierarchical" else None
-        kept = strategy or "auto"
-        states.append(CompressState(ddp, codec, exchange=exchange, error_feedback=kept, topology=nodes, fallback=None))
+        where: dict[str, Any] = {"exchange": exchange, "topology": nodes, "fallback": None}
+        states.append(CompressState(ddp, codec, error_feedback=strategy or "auto", **where))
         ddp.register_comm_hook(states[-1], compress_hook)
     return lambda: ddp(x).sum().backward()
 
