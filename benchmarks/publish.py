@@ -128,6 +128,8 @@ learn-periodic-late: {learn} --steps 4500 --learning-rates 1.2e-2 --seeds 1 --ar
     carried3-wide0.9-b8
 learn-gpt2: {learn} --task gpt2 --batch 64 --steps 500 --seeds 1 --learning-rates 4e-3 --arms chunked25-b5
     kept1-chunked25 kept5-chunked25
+learn-gpt2-rates: {learn} --task gpt2 --batch 64 --steps 250 --seeds 1 --learning-rates 2e-3 4e-3 8e-3
+    --arms kept1-chunked25
 learn-gpt2-tiny: {learn} --task gpt2-tiny --batch 256 --steps 250 --seeds 3 --learning-rates 4e-3 --arms chunked25-b5
     kept1-chunked25 local5-chunked25 kept5-chunked25
 learn-batch: {learn} --batch 64 --seeds 1 --learning-rates 8e-3 --arms chunked25 local10-ternary
