@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import site
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,7 @@ class Block(nn.Module):
         return x + self.narrow(F.relu(self.widen(norm(x))).square())
 
 
-class ByteModel(nn.Module):
+class ByteModel(nn.Module, ABC):
     """A transformer over bytes: their values as int64 [batch, length] in, logits [batch, length, 256] out.
 
     Attributes:
@@ -185,14 +186,14 @@ class ByteModel(nn.Module):
         with torch.autocast(inputs.device.type, torch.bfloat16):
             return self.logits(inputs).float()
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def logits(self, inputs: Tensor) -> Tensor: ...
 
 
 class LanguageModel(ByteModel):
-    """It learns fast.
+    """A byte model that learns fast: rotary positions (Su et al. 2021), normalized queries and keys, and squared ReLU
+    (So et al. 2021).
 
-    Rotary positions (Su et al. 2021), normalized queries and keys, squared ReLU (So et al. 2021).
     Normalizations without gain and layers without bias: every parameter is a matrix.
     """
 
@@ -241,8 +242,9 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(ByteModel):
-    """It begins as GPT-2 (Radford et al. 2019): positions are learned, matrices are normal of 0.02, those that end a
-    block divided by √(2 · layers). Attention is nearly uniform at first, and every model has to leave that plateau.
+    """A byte model that begins as GPT-2 (Radford et al. 2019): positions are learned; matrices are normal of 0.02, and
+    those that end a block divided by √(2 · layers). Attention is nearly uniform at first: training has to leave that
+    plateau.
     """
 
     def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64) -> None:

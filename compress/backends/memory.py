@@ -10,6 +10,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -47,16 +48,15 @@ def _refuse(x: Tensor, dtype: torch.dtype | None) -> None:
 
 class ScratchPool:
     """float32 memory that somebody works in for a while, used again by the next: as many vectors as are open at a time,
-    however many buckets there are. Not for two threads."""
+    however many buckets there are. Each thread has its own."""
 
     def __init__(self) -> None:
-        #: By device, or by a GPU's stream, in whose order one use follows another; in ascending order of lengths.
-        self._free: defaultdict[object, list[Tensor]] = defaultdict(list)
+        self.clear()
 
     @contextmanager
     def open(self, numel: int, device: torch.device) -> Iterator[Tensor]:
         """A vector of any content, float32 [numel]; on a GPU for the current stream alone."""
-        free = self._free[torch.cuda.current_stream(device) if device.type == "cuda" else device]
+        free = self._free[get_ident(), torch.cuda.current_stream(device) if device.type == "cuda" else device]
         place = next((place for place, room in enumerate(free) if len(room) >= numel), -1)
         room = free.pop(place) if free else None
         if room is None or len(room) < numel:  # in the place of the longest that is too short
@@ -68,5 +68,5 @@ class ScratchPool:
 
     def clear(self) -> None:
         """Drop what is not open: buckets are others now, and may be smaller. DDP's first step has one for all."""
-        for free in self._free.values():
-            free.clear()
+        #: By thread, and device or a GPU's stream, in whose order one use follows another; lists ascend in length.
+        self._free: defaultdict[tuple[int, object], list[Tensor]] = defaultdict(list)

@@ -7,11 +7,11 @@ collective sends its description, which ranks compare before they decode. Over N
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
@@ -70,12 +70,13 @@ class TotalKernels(AggregationKernels):
         if len(wires[0]) == 1:
             codec.inner.decode_mean(wires, out, inner)
             return
-        plain = out.dtype == torch.float32
-        total = out.zero_() if plain else torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
-        for wire in wires[0]:
-            codec.inner.decode_add(wire, total, 1.0, inner)
-        if not plain:
-            out.copy_(total)
+        wide = nullcontext(out) if out.dtype == torch.float32 else workspace.scratch.open(out.numel(), out.device)
+        with wide as total:
+            total.zero_()
+            for wire in wires[0]:
+                codec.inner.decode_add(wire, total, 1.0, inner)
+            if total is not out:
+                out.copy_(total)
 
 
 TOTAL_KERNELS = TotalKernels()
@@ -112,7 +113,7 @@ class Compared:
     def wait(self) -> None:
         self._head.wait()
         for rank in (self._heads != self._own).any(1).nonzero().view(-1).tolist()[:1]:
-            with contextlib.suppress(RuntimeError):  # all must have seen it before one closes the connections
+            with suppress(RuntimeError):  # all must have seen it before one closes the connections
                 self._group.pairwise(list(torch.empty_like(self._heads)), [self._own] * self._group.size).wait()
             mine, other = (bytes(row.tolist()).rstrip(b"\0").decode() for row in (self._own, self._heads[rank]))
             raise ValueError(

@@ -317,7 +317,7 @@ def outcome(call: Callable[[Any], Any], group: Any) -> tuple[str, Any]:
 
 
 def page() -> dict[str, str]:
-    """What docs/backend.md says of each collective."""
+    """By collective, the first word of docs/backend.md on it: encoded, or unchanged."""
     rows = re.findall(r"^\| (`.*?) \| (\w+)", PAGE.read_text("utf-8"), re.MULTILINE)
     return {name: says for names, says in rows for name in re.findall(r"`(\w+)`", names)}
 

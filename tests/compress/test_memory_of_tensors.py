@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from gradwire import LocalUpdates, OneBit, TopK, sparse_all_reduce
 from gradwire.compress import CODECS, Codec, backends, new_draw
 from gradwire.compress.backends import entries_for, use_backend
-from gradwire.compress.backends.memory import address, rows_at
+from gradwire.compress.backends.memory import ScratchPool, address, rows_at
 from gradwire.compress.backends.sparse import EntryKernels, Pieces, whole_rows
 from gradwire.compress.formats.entries import index_bytes
 from gradwire.optim import DistributedLion
@@ -29,6 +30,25 @@ REFUSED = r"without gaps|have gaps"
 def odd(x: Tensor) -> list[Tensor]:
     """The same numbers, as no kernel may read them: a column, at one address, of another type."""
     return [torch.stack([x, x], dim=-1)[..., 0], x[..., :1].expand(x.shape), x.double()]
+
+
+def test_a_thread_works_in_memory_of_its_own() -> None:
+    """Collectives may run on the caller's thread beside those that run behind it."""
+    pool, cpu = ScratchPool(), torch.device("cpu")
+
+    def used() -> int:
+        with pool.open(100, cpu) as outer, pool.open(50, cpu) as inner:
+            assert outer.data_ptr() != inner.data_ptr()
+            return outer.data_ptr()
+
+    mine = used()
+    with ThreadPoolExecutor(1) as thread:
+        theirs = thread.submit(used).result()
+        assert (theirs == mine, used(), thread.submit(used).result()) == (False, mine, theirs)
+        with pool.open(100, cpu) as kept:
+            thread.submit(pool.clear).result()  # a new bucket's, from any thread
+            with pool.open(100, cpu) as other:
+                assert kept.data_ptr() != other.data_ptr()
 
 
 def operations(kernels: EntryKernels) -> dict[str, tuple[Any, list[Tensor]]]:

@@ -16,9 +16,9 @@ Ranks = Callable[[int], Pool]
 #: Bytes a parameter at the peak of the first steps and of later ones on CPUs, with the residual in it. In the first
 #: step DDP has one bucket for all.
 OWNERS: dict[Case, tuple[float, float]] = {
-    (OneBit(), "two_pass", None): (9.6, 7.4),  # at two ranks 6 of these are residuals
-    (OneBit(), "two_pass", INT8): (8.8, 3.3),
-    (Outliers(OneBit()), "gather", None): (9.8, 6.2),
+    (OneBit(), "two_pass", None): (9.6, 7.3),  # at two ranks 6 of these are residuals
+    (OneBit(), "two_pass", INT8): (8.0, 3.0),
+    (Outliers(OneBit()), "gather", None): (9.2, 6.0),
 }
 OTHERS: dict[Case, tuple[float, float]] = {
     (OneBit(), "gather", None): (5.8, 5.0),
@@ -32,7 +32,6 @@ OTHERS: dict[Case, tuple[float, float]] = {
 def test_bytes_a_parameter(ranks: Ranks, size: int, limits: dict[Case, tuple[float, float]]) -> None:
     found = ranks(size).run(beyond_ddp, list(limits), 32)
     for (case, most), *peaks in zip(limits.items(), *found, strict=True):
-        print(case, peaks)
         assert all(first < most[0] and later < most[1] for first, later in peaks), f"{case}: {peaks}, of {most}"
 
 
@@ -42,7 +41,7 @@ def test_bytes_a_parameter(ranks: Ranks, size: int, limits: dict[Case, tuple[flo
         (OneBit(), "two_pass", None, 6.8),
         (OneBit(), "two_pass", INT8, 2.4),
         pytest.param(PowerSGD(), "factors", None, 6.0, marks=pytest.mark.slow),
-        pytest.param(TopK(0.01), "split", None, 8.0, marks=pytest.mark.slow),
+        pytest.param(TopK(0.01), "split", None, 7.2, marks=pytest.mark.slow),
     ],
     ids=str,
 )

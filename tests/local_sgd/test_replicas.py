@@ -512,7 +512,7 @@ def test_many_changes_leave_nothing_behind() -> None:
             made.until(lambda: found[0].rounds >= after)
 
         staying = [start(), start()]
-        for turn in range(16):
+        for turn in range(24):
             found, end, thread = start()
             rounds(found)
             end.set()

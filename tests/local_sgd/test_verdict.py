@@ -68,7 +68,7 @@ def change(number: int, members: list[Member], finishing: set[int]) -> bool:
     return finishing >= {member.number for member in members}
 
 
-@settings(max_examples=200)
+@settings(max_examples=600)
 @given(st.data())
 def test_members_agree_and_survivors_lose_nothing(data: st.DataObject) -> None:
     draw = data.draw

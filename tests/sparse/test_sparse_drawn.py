@@ -317,7 +317,7 @@ def calls(draw: st.DrawFn, world_size: int) -> Call:
     )
 
 
-sequences = st.sampled_from([1, 2, 2, 3, 4]).flatmap(
+sequences = st.sampled_from([1, 2, 2, 3, 4, 8]).flatmap(
     lambda world_size: st.lists(calls(world_size), min_size=1, max_size=3)
 )
 
@@ -336,14 +336,14 @@ EACH = [
 ]
 
 
-def some_of_four(pattern: str) -> tuple[Side, ...]:
+def some_of_eight(pattern: str) -> tuple[Side, ...]:
     numbers = {1: "not finite"}
-    return tuple(Side(pattern if rank % 3 else "none", numbers=numbers.get(rank, "normal")) for rank in range(4))
+    return tuple(Side(pattern if rank % 3 else "none", numbers=numbers.get(rank, "normal")) for rank in range(8))
 
 
-#: Each pattern by every algorithm, on some of four ranks, of which one has numbers that are not finite; and on one.
+#: Each pattern by every algorithm, on some of eight ranks, of which one has numbers that are not finite; and on one.
 PLACES = [
-    Call(numel, "float32", "mean", algorithm, 1e-9, some_of_four(pattern))
+    Call(numel, "float32", "mean", algorithm, 1e-9, some_of_eight(pattern))
     for algorithm in ALGORITHMS
     for numel, pattern in ((1, "all"), *((5003, pattern) for pattern in PATTERNS))
 ]
