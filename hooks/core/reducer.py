@@ -120,6 +120,8 @@ class Step:
     learn: Callable[[], None] | None = None
     #: True if its owner has got all of its means, or never will.
     settled: bool = False
+    #: True if the pipeline has ended it, well.
+    ended: bool = False
     _undone: bool = False
 
     @property
@@ -171,7 +173,6 @@ class Reducer:
         self._decided = False
         self._clean = clean
         self._last: Step | None = None
-        self._ended: Step | None = None
         #: The choice under which all buckets are dense and no rank keeps a residual.
         self._all_dense: Choice | None = None
         self._dense_buckets: list[Bucket] = []
@@ -238,7 +239,7 @@ class Reducer:
 
     def _await_last(self, number: int) -> None:
         """Wait for the end of the last step, which the next one depends on; within backward it has been waited for."""
-        if self._ended is not self._last:
+        if self._last is not None and not self._last.ended:
             self.session.pipeline.idle()
         dense_path, self._dense_path = self._dense_path, None
         if dense_path is not None:
@@ -474,7 +475,7 @@ class Reducer:
             )
             if dense and self.session.dense_group is not None:
                 self._all_dense, self._dense_buckets = step.choice, buckets
-            self._ended = step
+            step.ended = True
         except Exception as error:
             raise self._failure(error, step, "at its end", step.choice.exchange) from error
 

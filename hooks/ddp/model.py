@@ -249,6 +249,8 @@ class UnusedMeans(DiscardedMeans):
                 # Before anything changes the gradients, or DDP's buckets.
                 pipeline.submit(partial(self._keep_unused, step, unused))
                 pipeline.wait()
+        if not step.ended:  # where no backward pass has waited for its means, as in `DDP.join`
+            pipeline.idle()
         step.reduced.clear()  # else DDP's buckets would live until the next step, beside those of its rebuild
 
     def _keep_unused(self, step: Step, names: set[str]) -> Tensor:

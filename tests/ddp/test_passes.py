@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from gradwire import Cast, Codec, OneBit, PowerSGD, TopK, Tracking
+from gradwire.hooks.core.reducer import Reducer, Step
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.training.autograd_end import AtEnd
 from ranks import Pool, on_ranks
@@ -37,9 +39,14 @@ def test_a_hook_that_waits_for_a_mean_that_needs_all_gradients_is_told(rank: int
 
 
 def outside(rank: int) -> list[str]:
-    """The last bucket of each step comes when no backward pass runs any more, as far as the state can tell."""
+    """The last bucket of each step comes when no backward pass runs any more, as far as the state can tell; and the
+    pipeline of rank 0 ends a step late."""
     ddp, state = wrap(convnet(), OneBit(), exchange="gather")
-    calls, queue = itertools.count(), AtEnd.queue
+    calls, queue, end_step = itertools.count(), AtEnd.queue, Reducer._end
+
+    def late(reducer: Reducer, step: Step) -> None:
+        time.sleep(0.05 * (1 - rank))
+        end_step(reducer, step)
 
     def only_first(end: AtEnd) -> bool:
         if next(calls) % 2 == 0:
@@ -47,7 +54,7 @@ def outside(rank: int) -> list[str]:
         end._pending = False
         return False
 
-    with patch.object(AtEnd, "queue", only_first):
+    with patch.object(AtEnd, "queue", only_first), patch.object(Reducer, "_end", late):
         digests = train(rank, ddp, range(4))
     state.close()
     return digests
