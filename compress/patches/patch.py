@@ -7,6 +7,11 @@ A patch leads from one state of the weights, its base, to another, its result:
     body       the sections, one after the other (`sections`)
     BLAKE2b    256 bits, of all bytes before
 
+A rank of a sharded model writes a part, version 2: a patch of boxes (`shards`), whose header has in addition "part",
+the rank's index and how many ranks write; "version", what names the result on all ranks; "whole", dtype and shape of
+each tensor that has boxes here, in part 0 of all; "model", a hash of all of them; and "gone", names of tensors that the
+base had. Its base is that of the boxes that are "kept".
+
 Sections follow from the tensors: words of one kind, of tensors that the base has with this dtype and shape, or of new
 ones, by name, cut after `SECTION` words.
 
@@ -22,14 +27,15 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from . import shards
 from .sections import PatchError, decode, encode
 from .weights import (
     DTYPES,
@@ -46,7 +52,7 @@ from .weights import (
     words_of,
 )
 
-MAGIC, VERSION = b"GWPATCH", 1
+MAGIC, VERSION, PART_VERSION = b"GWPATCH", 1, 2
 PREFIX = struct.Struct("<7sBIQ")
 DIGEST_BYTES = 32
 #: How far zlib deflates at most, and bytes that a header may have.
@@ -68,51 +74,65 @@ class PatchWriter:
     Args:
         state: weights that all readers have already; the first patch leads from them. None: it is a full snapshot.
         full_every: every so many patches, one is a full snapshot, from which readers can begin, or begin again.
+        part: this rank and how many ranks write, each a part of every patch: its shards of DTensors, or nothing where
+            another replica writes the same; rank 0 also all plain tensors. All call `write` equally often, with all
+            names of the model. None: one process writes everything.
 
-    The writer keeps a copy of the weights in host memory. Tensors on a GPU are copied to the host a section (4 M
-    words) at a time.
+    The writer keeps a copy of the weights, or of its shards, in host memory. Of tensors on a GPU it keeps another one
+    there, so that only changes are copied to the host.
     """
 
-    def __init__(self, state: Mapping[str, Tensor] | None = None, *, full_every: int | None = None) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, Tensor] | None = None,
+        *,
+        full_every: int | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> None:
         if full_every is not None and full_every < 1:
             raise ValueError(f"full_every is {full_every}: give 1 or more, or None for no full snapshots")
+        if part is not None and not 0 <= part[0] < part[1]:
+            raise ValueError(f"part is {part}: give (rank, number of ranks), such as (0, 4)")
         self._weights: Weights | None = None
-        self._full_every, self._since = full_every, 0
+        self._on_device: dict[str, Tensor] = {}
+        self._full_every, self._since, self._part, self._written = full_every, 0, part, 0
+        self._whole: dict[str, shards.Facts] = {}
         if state is not None:
-            check(state, written=False)
-            copies = {
-                name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-                for name, tensor in state.items()
-            }
-            self._weights = Weights(copies)
+            mine = self._own(state)
+            self._weights = Weights({name: contiguous(tensor, "cpu") for name, tensor in mine.items()})
+            self._whole = {name: shards.facts(tensor) for name, tensor in state.items()} if part else {}
+            self._keep_on_device(mine)
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the weights written last, 64 hex digits."""
+        """Of the weights written last, 64 hex digits; of a sharded model, of this rank's boxes."""
         return None if self._weights is None else self._weights.own_fingerprint()
 
-    def write(self, state: Mapping[str, Tensor], *, full: bool = False) -> bytes:
-        """The patch from the state before to this one. The same states give the same bytes.
+    def write(self, state: Mapping[str, Tensor], *, full: bool = False, version: str | None = None) -> bytes:
+        """The patch from the state before to this one, or this rank's part of it. The same states give the same bytes.
 
         Args:
             state: names and tensors, of any dtype whose elements are whole bytes. Tensors that are new, or have another
                 shape or dtype, are in the patch as a whole; one that shares another's memory is not in it twice.
             full: a full snapshot, which needs no base.
+            version: what names this state on all ranks that write a part, such as "run 7, step 100": parts of different
+                versions are not applied together. Default: how many patches this writer has written.
 
         Raises:
             TypeError, ValueError: something in it is no tensor with memory of its own; the message names it.
         """
-        check(state, written=False)
+        if version is not None and self._part is None:
+            raise ValueError(f"version {version!r} is that of a part: give PatchWriter part=(rank, number of ranks)")
+        after = Weights(self._own({name: state[name] for name in sorted(state)}))
         due = self._full_every is not None and self._since >= self._full_every
         before = Weights({}) if self._weights is None or full or due else self._weights
         base = None if before is not self._weights else before.own_fingerprint()
-        after = Weights({name: state[name] for name in sorted(state)})
         records = records_of(after.tensors, before.tensors)
         sections = sections_of(records)
 
         def job(section: Section) -> tuple[bytes, Change]:
-            new = after.read(section)
             old = None if section.new else before.read(section)
+            new = after.read(section, old, self._on_device)
             data, places = encode(old, new, section.kind)
             return data, change_of(section, places, new if places is None else new[places], old)
 
@@ -126,14 +146,54 @@ class PatchWriter:
             "tensors": records,
             "sections": [len(data) for data, _ in done],
         }
+        whole = {name: shards.facts(tensor) for name, tensor in state.items()} if self._part else {}
+        if self._part is not None:
+            mine = whole if not self._part[0] else {name.rpartition("@")[0] for name in after.tensors}
+            header |= {
+                "base": base and kept_fingerprint(before, records),
+                "part": self._part,
+                "version": str(self._written) if version is None else version,
+                "whole": {name: whole[name] for name in sorted(mine)},
+                "model": hashlib.blake2b(json.dumps(sorted(whole.items())).encode(), digest_size=8).hexdigest(),
+                "gone": sorted(self._whole.keys() - whole.keys()),
+            }
         packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), 9)
-        parts = [PREFIX.pack(MAGIC, VERSION, len(packed), sum(header["sections"])), packed, *(data for data, _ in done)]
+        number = VERSION if self._part is None else PART_VERSION
+        parts = [PREFIX.pack(MAGIC, number, len(packed), sum(header["sections"])), packed, *(data for data, _ in done)]
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for part in parts:
             digest.update(part)
         self._weights = settle(before, changes, records, sums, {})
+        self._keep_on_device({name: after.tensors[name] for name, _, _, how in records if how in ("kept", "new")})
+        self._whole, self._written = whole, self._written + 1
         self._since = 1 if base is None else self._since + 1
         return b"".join((*parts, digest.digest()))
+
+    def _own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that this process writes: all, or its boxes.
+
+        Raises:
+            TypeError, ValueError: there is something else among them.
+        """
+        if self._part is None:
+            check(state, written=False)
+            return dict(state)
+        mine = {name: shards.local(name, tensor) for name, tensor in state.items()}
+        check(mine, written=False)
+        return dict(
+            box for name in state for box in shards.boxes(name, state[name], mine[name], first=not self._part[0])
+        )
+
+    def _keep_on_device(self, state: Mapping[str, Tensor]) -> None:
+        """Keep copies of what lies on a device, in the memory of former ones."""
+        before, self._on_device = self._on_device, {}
+        for name, tensor in state.items():
+            if not on_host(tensor):
+                old = before.get(name)
+                if old is None or (old.dtype, old.shape, old.device) != (tensor.dtype, tensor.shape, tensor.device):
+                    self._on_device[name] = contiguous(tensor, tensor.device)
+                else:
+                    self._on_device[name] = old.copy_(tensor.detach())
 
 
 class PatchReader:
@@ -150,7 +210,7 @@ class PatchReader:
 
     def __init__(self, state: dict[str, Tensor] | None = None) -> None:
         self.state: dict[str, Tensor] = {} if state is None else state
-        self._weights = Weights(self.state)
+        self._weights, self._boxes = Weights(self.state), Weights({})
 
     @property
     def fingerprint(self) -> str:
@@ -163,67 +223,88 @@ class PatchReader:
         Raises:
             PatchError: somebody else has written to the weights.
         """
-        known = self.fingerprint
-        self._weights.measure()
-        if self.fingerprint != known:
-            raise PatchError(f"the weights are {self.fingerprint} and were {known}: ask for a full snapshot")
+        weights = self._boxes if self._boxes.tensors else self._weights
+        known = weights.own_fingerprint()
+        weights.measure()
+        if weights.own_fingerprint() != known:
+            raise PatchError(f"the weights are {weights.own_fingerprint()} and were {known}: ask for a full snapshot")
 
-    def apply(self, source: bytes | bytearray | memoryview | BinaryIO) -> bool:
-        """Apply one patch: either whole, or not at all. Any bytes are safe; until all of them have been verified, the
-        result's fingerprint included, nothing is written. Meanwhile the changes are in memory: some 6 bytes for each
-        word that changes, and of a full snapshot a copy of the weights.
+    def apply(self, source: bytes | bytearray | memoryview | BinaryIO | Sequence[bytes]) -> bool:
+        """Apply one patch, or all parts of one: either whole, or not at all. Any bytes are safe; until all of them have
+        been verified, the result's fingerprint included, nothing is written. Meanwhile the changes are in memory: some
+        6 bytes for each word that changes, and of a full snapshot a copy of the weights.
 
         Args:
-            source: a patch's bytes, or a stream with `read`, from which one patch is taken.
+            source: a patch's bytes; the parts that all ranks have written of one, in any order; or a stream with
+                `read`, from which one patch is taken, or all its parts.
 
         Returns:
             False: the stream has ended, before another patch.
 
         Raises:
-            PatchError: the bytes are no patch, or it does not lead from these weights.
+            PatchError: the bytes are no patch, it does not lead from these weights, or parts are missing.
             TypeError, ValueError: a tensor of the reader's cannot be written; the message names it.
         """
-        data = source if isinstance(source, bytes | bytearray | memoryview) else read_patch(source)
-        if data is None:
+        sources = patches_of(source)
+        if sources is None:
             return False
+        opened = [
+            parse(data, f"number {i} of the parts" if sources[1:] else "the patch") for i, data in enumerate(sources)
+        ]
         check(self.state, written=True)
-        header, body = parse(bytes(data))
-        if header["base"] is not None and header["base"] != self.fingerprint:
-            raise PatchError(
-                f"this patch leads from the weights {header['base']} to {header['result']}, and the reader has "
-                f"{self.fingerprint}: apply the patches in between, or ask for a full snapshot"
-            )
-        records = checked(header["tensors"], self.state if header["base"] is not None else {}, len(body))
-        sections = sections_of(records)
-        parts = split(body, header["sections"], len(sections))
-        before = self._weights if header["base"] is not None else Weights({})
-        dtypes = {name: dtype for name, dtype, _, _ in records}
-
-        def job(item: tuple[Section, memoryview]) -> Change:
-            section, part = item
-            old = None if section.new else before.read(section)
-            change = change_of(section, *decode(part, old, section.words, section.kind), old)
-            require_flags(change, dtypes)
-            return change
-
-        changes = each(job, list(zip(sections, parts, strict=True)))
-        sums = result_sums(before, changes, records)
-        result = before.fingerprint(sums, ((name, dtype, shape) for name, dtype, shape, _ in records))
-        if result != header["result"]:
-            raise PatchError(
-                f"this patch would make the weights {result}, and the writer's are {header['result']}: somebody else "
-                "has written to the reader's, or the patch is wrong. Ask for a full snapshot"
-            )
-        require_ties(records, self.state, sums)
-        after = settle(before, changes, records, sums, self.state)
-        self.state.clear()
-        self.state.update(after.tensors)
-        self._weights = Weights(self.state)
-        self._weights.sums = sums
+        if len(opened) != 1 or "part" in opened[0][0]:
+            self._apply_parts(opened)
+            return True
+        header, body = opened[0]
+        if header["base"] is not None:
+            require_base(header, self.fingerprint)
+        change = verified(header, body, self._weights)
+        require_ties(change.records, self.state, change.sums)
+        after = settle(*change, self.state)
+        self._become(after.tensors)
+        self._weights.sums = change.sums
         return True
+
+    def _become(self, tensors: dict[str, Tensor]) -> None:
+        """These are the weights now."""
+        self.state.clear()
+        self.state.update(tensors)
+        self._weights, self._boxes = Weights(self.state), Weights({})
+
+    def _apply_parts(self, opened: list[tuple[dict[str, Any], memoryview]]) -> None:
+        parts = shards.Parts([header for header, _ in opened])
+        boxes = Weights(parts.views(self.state))
+        if not parts.full:
+            parts.require_same(self.state)
+            if boxes.tensors.keys() <= self._boxes.sums.keys():
+                boxes.sums = {name: self._boxes.sums[name] for name in boxes.tensors}
+            else:
+                boxes.measure()
+        changes = [verified(header, body, boxes) for header, body in opened]
+        tensors = {}
+        for name, (dtype, shape) in parts.whole.items():
+            fits = name in self.state and shards.facts(self.state[name]) == (dtype, shape)
+            tensors[name] = self.state[name] if fits else torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+        parts.require_ties(self.state)
+        after = Weights(parts.views(tensors))
+        after.sums = {name: found for change in changes for name, found in change.sums.items()}
+        require_ties([record for change in changes for record in change.records], after.tensors, after.sums)
+        for change in changes:
+            settle(*change, after.tensors)
+        self._become(tensors)
+        self._boxes = after
 
 
 # ---- both sides
+
+
+def on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def contiguous(tensor: Tensor, device: Any) -> Tensor:
+    """A copy, on a device."""
+    return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def records_of(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> list[Record]:
@@ -258,6 +339,11 @@ def result_sums(before: Weights, changes: list[Change], records: list[Record]) -
         elif how != "new":
             sums[name] = sums[how[1:]].copy()
     return sums
+
+
+def kept_fingerprint(before: Weights, records: Iterable[Record]) -> str:
+    """Of what a part leads from: the boxes that it keeps."""
+    return before.fingerprint(before.sums, [record[:3] for record in records if record[3] == "kept"])
 
 
 def settle(
@@ -298,6 +384,76 @@ def require_ties(records: list[Record], mine: Mapping[str, Tensor], sums: Mappin
 # ---- bytes that may be anything
 
 
+class Verified(NamedTuple):
+    """A patch's changes of `before`, and the sums of its result."""
+
+    before: Weights
+    changes: list[Change]
+    records: list[Record]
+    sums: dict[str, np.ndarray]
+
+
+def verified(header: dict[str, Any], body: memoryview, weights: Weights) -> Verified:
+    """What a patch, or a part, does to these weights, which it leaves alone.
+
+    Raises:
+        PatchError: it is none of them.
+    """
+    before = weights if header["base"] is not None else Weights({})
+    records = checked(header["tensors"], before.tensors, len(body))
+    sections = sections_of(records)
+    parts = split(body, header["sections"], len(sections))
+    dtypes = {name: dtype for name, dtype, _, _ in records}
+    if "part" in header and header["base"] is not None:
+        require_base(header, kept_fingerprint(before, records))
+
+    def job(item: tuple[Section, memoryview]) -> Change:
+        section, part = item
+        old = None if section.new else before.read(section)
+        change = change_of(section, *decode(part, old, section.words, section.kind), old)
+        require_flags(change, dtypes)
+        return change
+
+    changes = each(job, list(zip(sections, parts, strict=True)))
+    sums = result_sums(before, changes, records)
+    result = before.fingerprint(sums, ((name, dtype, shape) for name, dtype, shape, _ in records))
+    if result != header["result"]:
+        raise PatchError(
+            f"{titled(header)} would make the weights {result}, and the writer's are {header['result']}: somebody else "
+            "has written to the reader's, or the patch is wrong. Ask for a full snapshot"
+        )
+    return Verified(before, changes, records, sums)
+
+
+def titled(header: Mapping[str, Any]) -> str:
+    return f"part {header['part'][0]} of version {header['version']}" if "part" in header else "this patch"
+
+
+def require_base(header: Mapping[str, Any], mine: str) -> None:
+    """Raises PatchError if a patch does not lead from these weights."""
+    if header["base"] != mine:
+        raise PatchError(
+            f"{titled(header)} leads from the weights {header['base']} to {header['result']}, and the reader has "
+            f"{mine}: apply the patches in between, or ask for a full snapshot"
+        )
+
+
+def patches_of(source: bytes | bytearray | memoryview | BinaryIO | Sequence[bytes]) -> list[bytes] | None:
+    """A patch, or the parts of one; None if the stream has ended."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return [bytes(source)]
+    if isinstance(source, Sequence):
+        return [bytes(data) for data in source]
+    if (data := read_patch(source)) is None:
+        return None
+    found = [data]
+    if data[len(MAGIC)] == PART_VERSION:
+        _, count, _ = shards.described(parse(data)[0])
+        while len(found) < count and (data := read_patch(source)) is not None:
+            found.append(data)
+    return found
+
+
 def read_patch(stream: BinaryIO) -> bytes | None:
     """The next patch of a stream, not yet verified; None if the stream has ended.
 
@@ -323,12 +479,12 @@ def patch_bytes(data: bytes | bytearray) -> int:
     if len(data) < PREFIX.size or data[: len(MAGIC)] != MAGIC:
         raise PatchError(f"{bytes(data[:16])!r} is not how a patch begins: pass what PatchWriter.write returned")
     _, version, header, body = PREFIX.unpack(data[: PREFIX.size])
-    if version != VERSION:
-        raise PatchError(f"the patch has format {version}, and this gradwire reads {VERSION}: use one version")
+    if version not in (VERSION, PART_VERSION):
+        raise PatchError(f"the patch has format {version}, and this gradwire reads 1 and 2: use one version")
     return PREFIX.size + int(header) + int(body) + DIGEST_BYTES
 
 
-def parse(data: bytes) -> tuple[dict[str, Any], memoryview]:
+def parse(data: bytes, title: str = "the patch") -> tuple[dict[str, Any], memoryview]:
     """Header and body of a patch whose bytes are as they were written.
 
     Raises:
@@ -336,9 +492,9 @@ def parse(data: bytes) -> tuple[dict[str, Any], memoryview]:
     """
     size = patch_bytes(data)
     if len(data) != size:
-        raise PatchError(f"the patch has {len(data)} bytes and should have {size}: ask for it again")
+        raise PatchError(f"{title} has {len(data)} bytes and should have {size}: ask for it again")
     if hashlib.blake2b(memoryview(data)[:-DIGEST_BYTES], digest_size=DIGEST_BYTES).digest() != data[-DIGEST_BYTES:]:
-        raise PatchError("the patch's bytes have another BLAKE2b than when they were written: ask for it again")
+        raise PatchError(f"{title} has another BLAKE2b than when it was written: ask for it again")
     length = PREFIX.unpack(data[: PREFIX.size])[2]
     body = memoryview(data)[PREFIX.size + length : -DIGEST_BYTES]
     try:
@@ -347,8 +503,10 @@ def parse(data: bytes) -> tuple[dict[str, Any], memoryview]:
         shape = inflate.eof and [type(header[name]) for name in ("result", "tensors", "sections")]
         if shape != [str, list, list] or not isinstance(header["base"], str | None):
             raise TypeError("fields are missing")
+        if ("part" in header) != (data[len(MAGIC)] == PART_VERSION):
+            raise TypeError("it is that of a part, or a part's is missing")
     except (zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise PatchError(f"the patch's header cannot be read ({error}): ask for a full snapshot") from None
+        raise PatchError(f"{title}'s header cannot be read ({error}): ask for a full snapshot") from None
     return header, body
 
 

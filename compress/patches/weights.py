@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -159,12 +160,27 @@ class Weights:
                 found[piece.name] += sums
         return found
 
-    def read(self, section: Section) -> np.ndarray:
-        """The section's words, on the host: the tensor's own memory where that is one piece of it."""
+    def read(
+        self, section: Section, before: np.ndarray | None = None, on_device: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> np.ndarray:
+        """The section's words, on the host: the tensor's own memory where that is one piece of it.
+
+        Args:
+            before: the section's words before, on the host.
+            on_device: tensors before, by name, which lie where those of today do: only differing words are copied.
+        """
         parts = []
         for piece in section.pieces:
-            flat = flat_words(self.tensors[piece.name], section.kind)[piece.start : piece.start + piece.count]
-            parts.append(flat.cpu().numpy().view(section.kind.dtype))
+            bounds = slice(piece.start, piece.start + piece.count)
+            flat = flat_words(self.tensors[piece.name], section.kind)[bounds]
+            old = None if before is None else on_device.get(piece.name)
+            if old is None:
+                parts.append(flat.cpu().numpy().view(section.kind.dtype))
+                continue
+            places = (flat != flat_words(old, section.kind)[bounds]).nonzero().flatten()
+            words = before[piece.place : piece.place + piece.count].copy()
+            words[places.cpu().numpy()] = flat[places].cpu().numpy().view(section.kind.dtype)
+            parts.append(words)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write(self, change: Change) -> None:
@@ -187,8 +203,11 @@ class Weights:
 
 def flat_words(tensor: Tensor, kind: Words) -> Tensor:
     """A tensor's words in one dimension: its memory, if that has no gaps, else a copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    return (torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor).view(INTEGERS[kind.bits])
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if len(flat) < 2:
+        flat = flat.as_strided(flat.shape, (1,))  # one element may have any stride
+    flat = torch.view_as_real(flat.contiguous()).reshape(-1) if flat.is_complex() else flat.contiguous()
+    return flat.view(INTEGERS[kind.bits])
 
 
 def facts(tensor: Tensor) -> tuple[Words, bool, int]:
@@ -207,7 +226,8 @@ def check(tensors: Any, written: bool) -> None:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(f"a patch takes tensors by name, got {type(tensor).__name__} under {name!r}: leave it out")
         if is_traceable_wrapper_subclass(tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}: pass plain tensors, such as its full_tensor()")
+            remedy = "PatchWriter(part=(rank, number of ranks)) takes shards; or pass its full_tensor()"
+            raise TypeError(f"{name} is a {type(tensor).__name__}, no plain tensor: {remedy}")
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in NAMES:
             raise ValueError(
                 f"{name} has layout {tensor.layout}, {tensor.dtype} on {tensor.device}: a patch takes dense tensors "
