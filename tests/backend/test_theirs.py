@@ -32,7 +32,7 @@ def theirs(rank: int, name: str) -> str:
             dist.barrier()
 
     case = Case(name)
-    case.rank, Case.world_size = rank, dist.get_world_size()  # type: ignore[attr-defined]
+    case.rank, Case.world_size = rank, dist.get_world_size()
     test = getattr(case, name)
     if getattr(test, "__unittest_skip__", False):
         return f"skipped: {test.__unittest_skip_why__}"
