@@ -9,6 +9,7 @@ from torch import nn
 
 from ..comm import handshake
 from ..core.front import BackwardFront
+from ..core.options import Exclude, excluded_names
 from ..training.optimizer_checks import expect_optimizer
 from .checkpoint import ShardedCheckpoint
 from .torch_internals import ByHand, Shards
@@ -29,6 +30,11 @@ class ShardedFront(BackwardFront):
         """Reduce these gradients."""
         self._shards, self._device = shards, shards[0].group.device
         self._parameters = {n: p.sharded_param for each in shards for n, p in each.parameters.items()}
+
+    def _exclude(self, exclude: Exclude | None) -> None:
+        """Send these parameters uncompressed, and those that must stay equal on ranks with other messages."""
+        copied = (shards.copied for shards in self._shards)
+        self._excluded = excluded_names(exclude, self._parameters).union(*copied)
 
     def _observe(self, model: nn.Module) -> None:
         """Follow passes that are finalized by hand, and optimizers."""

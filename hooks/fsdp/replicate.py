@@ -16,7 +16,7 @@ from ..comm.between_steps import Reentered, between_steps, undivided
 from ..comm.pipeline import Pipeline
 from ..core.bucket import Bucket
 from ..core.discarded import DiscardedMeans, Means
-from ..core.options import Exclude, excluded_names
+from ..core.options import Exclude
 from ..core.reducer import Step
 from ..core.session import Announcement, digest
 from ..core.statistics import Statistics
@@ -70,7 +70,7 @@ class FSDPState(ShardedFront):
         try:
             self._find(model, mesh)
             self._options.check(self._group.size())
-            self._excluded = excluded_names(exclude, self._parameters)
+            self._exclude(exclude)
             options.prepare(0, (shards.bucket_dtype for shards in self._shards), self._device)
         except Exception as error:  # the other ranks must hear of any error
             problem = error
@@ -286,13 +286,10 @@ class FSDPState(ShardedFront):
         self._found(found)
 
     def _description(self) -> dict[str, Any]:
-        first = self._shards[0]
-        return {"shard": f"{first.rank} of {first.size}", **super()._description()}
+        return {"shard": self._shards[0].place, **super()._description()}
 
     def _reductions(self) -> list[str]:
-        return [
-            f"{line}, shard {s.rank} of {s.size}" for line, s in zip(super()._reductions(), self._shards, strict=True)
-        ]
+        return [f"{line}, shard {s.place}" for line, s in zip(super()._reductions(), self._shards, strict=True)]
 
 
 def _closed(output: Tensor) -> None:

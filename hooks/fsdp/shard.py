@@ -18,7 +18,7 @@ from ..comm.ports import saved_by
 from ..comm.untraced import untraced
 from ..core.bucket import clock
 from ..core.checkpoint import MEAN
-from ..core.options import Exclude, excluded_names
+from ..core.options import Exclude
 from ..core.reducer import Step
 from ..core.report import report, tell
 from ..core.session import Session
@@ -59,7 +59,7 @@ class ScatterState(ShardedFront):
             self._group = self._shards[0].process_group
             _check_comms(self._shards)
             options.check(self._shards[0].size)
-            self._excluded = excluded_names(exclude, self._parameters)
+            self._exclude(exclude)
             options.prepare(0, (shards.dtype for shards in self._shards), self._device)
         except Exception as error:  # the other ranks must hear of any error
             problem = error

@@ -162,6 +162,20 @@ class Shards:
         return self.group.mesh_info.shard_process_group
 
     @property
+    def place(self) -> str:
+        """This rank's place in each dimension over which the parameters are shared out, by FSDP or before it, as
+        experts are. Replicas have it in common."""
+        every = map(_shares, self.parameters.values())
+        return "; ".join(dict.fromkeys(", ".join(f"{r} of {n}" for r, n, whole in each if not whole) for each in every))
+
+    @property
+    def copied(self) -> frozenset[str]:
+        """Names of the parameters that other ranks of their own mesh have too, as those of tensor parallelism have its
+        norms: their gradients are equal there, and must stay so to the bit."""
+        alike = {name: any(whole and n > 1 for _, n, whole in _shares(p)) for name, p in self.parameters.items()}
+        return frozenset(name for name in alike if alike[name])
+
+    @property
     def hooked(self) -> bool:
         """True if a post-accumulate hook gets a gradient as soon as it is there."""
         parameters = self.parameters.values()
@@ -378,6 +392,13 @@ class Shards:
         divide factor of the user's, the optimizer gets the sum over the replicas."""
         replicas = 1.0 if self.group.gradient_divide_factor is None else self._replicas
         return replicas / post_divide(self.group, dtype)
+
+
+def _shares(parameter: Any) -> list[tuple[int, int, bool]]:
+    """Of each dimension of a parameter's mesh: this rank's place, its size, and True if all there have the same."""
+    mesh, placements = parameter.sharded_param.device_mesh, parameter.sharded_param.placements
+    wholes = (placement.is_replicate() for placement in placements)
+    return list(zip(mesh.get_coordinate(), mesh.shape, wholes, strict=True))
 
 
 def _has_gradient(group: Any, parameter: Any) -> bool:
