@@ -22,6 +22,10 @@ pytestmark = needs_reduce_scatter
 class Columns(nn.Module):
     """Layers that `mesh` divides, and a parameter of which all ranks there have a copy."""
 
+    a: Tensor
+    b: Tensor
+    scale: Tensor
+
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -29,7 +33,8 @@ class Columns(nn.Module):
             setattr(self, name, nn.Parameter(distribute_tensor(torch.randn(*shape), mesh, [how])))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh((x * self.scale) @ self.a.t()) @ self.b.t()
+        out: Tensor = torch.tanh((x * self.scale) @ self.a.t()) @ self.b.t()
+        return out
 
 
 def sharded(shape: tuple[int, int, int]) -> tuple[Any, DeviceMesh]:
@@ -40,7 +45,8 @@ def sharded(shape: tuple[int, int, int]) -> tuple[Any, DeviceMesh]:
 def copies(rank: int, scatter: bool) -> str:
     model, whole = sharded((1, 2, 2) if scatter else (2, 1, 2))
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(rank // 2))
-    state = compress_fsdp(model, OneBit(), **({} if scatter else {"mesh": whole["replicate"], "fallback": None}))
+    how: Any = {} if scatter else {"mesh": whole["replicate"], "fallback": None}
+    state = compress_fsdp(model, OneBit(), **how)
     for _ in range(2):
         model(DTensor.from_local(x, whole["tp"], [Replicate()])).square().mean().backward()
     state.close()
