@@ -208,7 +208,7 @@ class Parts:
             for size, cut in zip(shape, spans, strict=False):
                 ends = itertools.accumulate((length for _, length in cut), initial=0)
                 sound = sound and [*(start for start, _ in cut), size] == list(ends)
-            if not sound and (math.prod(shape) or grid):
+            if not sound and (0 not in shape or grid):
                 raise PatchError(
                     f"the parts do not fill {name}, {shape}: all ranks of its mesh must write parts of one state"
                 )

@@ -173,8 +173,8 @@ class Weights:
         for piece in section.pieces:
             bounds = slice(piece.start, piece.start + piece.count)
             flat = flat_words(self.tensors[piece.name], section.kind)[bounds]
-            old = None if before is None else on_device.get(piece.name)
-            if old is None:
+            old = on_device.get(piece.name)
+            if old is None or before is None:
                 parts.append(flat.cpu().numpy().view(section.kind.dtype))
                 continue
             places = (flat != flat_words(old, section.kind)[bounds]).nonzero().flatten()

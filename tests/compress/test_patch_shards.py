@@ -22,6 +22,7 @@ from gradwire import PatchError, PatchReader, PatchWriter
 from gradwire.compress.patches import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from often import by_time
 from ranks import on_ranks
 from test_patches import State, bits_of, drawn_states, opened, refuses, sealed, small_sections, two_states, with_header
 from torch import Tensor, nn
@@ -128,14 +129,14 @@ def parts_of(made: list[PatchWriter], states: list[dict[str, Any]], **options: A
 def two_sharded_states() -> tuple[State, State, list[dict[str, Any]], list[dict[str, Any]]]:
     """Two states, and what three ranks have of each: "a" and "b" in rows, one rank without a row of "c"."""
     old, new = ({**state, "c": torch.full((2, 2), 5.0 + k)} for k, state in enumerate(two_states()))
-    return (
-        old,
-        new,
-        *([{n: Sharded(t, Mesh((3,), (r,)), [Shard(0)]) for n, t in s.items()} for r in range(3)] for s in (old, new)),
+    of_old, of_new = (
+        [{n: Sharded(t, Mesh((3,), (r,)), [Shard(0)]) for n, t in state.items()} for r in range(3)]
+        for state in (old, new)
     )
+    return old, new, of_old, of_new
 
 
-@settings(max_examples=25)
+@settings(max_examples=by_time(12, 300))
 @given(
     st.integers(0, 10**6),
     st.sampled_from(MESHES),
@@ -228,7 +229,7 @@ def test_fsdp_s_shards_make_patches_of_the_whole_model(rank: int) -> None:
 @on_ranks(4)
 def test_dtensors_of_every_placement(rank: int) -> None:
     meshes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    layouts = [(Shard(0),), (Shard(1),), (Replicate(),)], [
+    layouts: Any = [(Shard(0),), (Shard(1),), (Replicate(),)], [
         (Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1)),
     ]  # fmt: skip
     for shape in ((5, 3), (1, 1), (0, 4), (9, 4)):
@@ -246,7 +247,9 @@ def test_dtensors_of_every_placement(rank: int) -> None:
         assert reader.state.keys() == state.keys() - {"scalar"}
     with pytest.raises(ValueError, match=r"w is placed as .*Partial.*: redistribute it to Shard and Replicate"):
         PatchWriter(part=(rank, 4)).write({"w": DTensor.from_local(torch.ones(2), meshes[0], [Partial()])})
-    short = DTensor.from_local(torch.ones(2), meshes[0], [Shard(0)], shape=(9,), stride=(1,), run_check=False)
+    short = DTensor.from_local(
+        torch.ones(2), meshes[0], [Shard(0)], shape=torch.Size([9]), stride=(1,), run_check=False
+    )
     with pytest.raises(ValueError, match=r"w has a shard of shape \(2,\), which is not that of \(9,\)"):
         PatchWriter(part=(rank, 4)).write({"w": short})
     with pytest.raises(TypeError, match=r"scalar is a DTensor, no plain tensor: PatchWriter\(part=\(rank, number"):
@@ -373,7 +376,7 @@ def test_tensors_that_share_memory_here_must_not_differ_across_parts() -> None:
     assert torch.equal(memory, two)
 
 
-@settings(max_examples=60)
+@settings(max_examples=by_time(40, 1000))
 @given(st.integers(0, 10**9))
 def test_damaged_parts_under_a_right_digest_are_refused_or_harmless(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -407,7 +410,8 @@ def test_damaged_parts_under_a_right_digest_are_refused_or_harmless(seed: int) -
 
 def test_only_changes_leave_a_device() -> None:
     old, new = ({"a": state["a"].view(300, 100), "b": state["b"]} for state in two_states(30_000, 0.01))
-    copied, host = [], Tensor.cpu
+    copied: list[int] = []
+    host = Tensor.cpu
 
     def counting(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in on_host:
@@ -417,6 +421,7 @@ def test_only_changes_leave_a_device() -> None:
     alone = PatchWriter(old)
     with mock.patch.object(patch, "on_host", return_value=False):
         device = PatchWriter(old)
+        assert device._weights is not None
         on_host = {tensor.data_ptr() for tensor in device._weights.tensors.values()}  # read in place
         for state in (new, old):
             expected = alone.write(state)
@@ -439,6 +444,7 @@ def test_a_server_follows_a_trainer_between_requests(tmp_path: Path) -> None:
     states = [{n: t + k for n, t in runpy.run_path(str(script))["new_model"]().state_dict().items()} for k in range(2)]
     made, expected = writers(2), []
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    server: Any
     with subprocess.Popen([sys.executable, str(script), str(tmp_path)], **pipes) as server:
         for step, state in enumerate(states):
             ranks = [{n: Sharded(t, Mesh((2,), (r,)), [Shard(0)]) for n, t in state.items()} for r in range(2)]

@@ -265,6 +265,15 @@ def test_targets_may_have_gaps_and_come_from_inference() -> None:
             assert torch.equal(target, new)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_dimension_may_have_gaps(dtype: torch.dtype) -> None:
+    for target in (torch.zeros(8, dtype=dtype)[::2], torch.zeros(2, 3, dtype=dtype)[:1, 0]):
+        new = drawn_tensor(np.random.default_rng(1), dtype, tuple(target.shape))
+        writer = PatchWriter({"w": target})
+        PatchReader({"w": target}).apply(writer.write({"w": new}))
+        assert as_bytes(target) == as_bytes(new)
+
+
 def test_tied_tensors_are_sent_once() -> None:
     old, new = two_states()
     alone = len(PatchWriter(old).write(new))
