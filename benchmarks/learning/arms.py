@@ -164,6 +164,16 @@ LEARNED = {
     "kept5-chunked25": LearningArm(
         ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5, unsent=True)
     ),
+    "local1": LearningArm(rounds=RoundSchedule(1)),
+    **{
+        f"kept1-by-{by}": LearningArm(
+            ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(1, unsent=True, agreeing=by)
+        )
+        for by in ("model", "tensor", "element")
+    },
+    "gathered1-by-element": LearningArm(
+        ChunkedTopK(k=1024, values=2), "gather", Residual(), rounds=RoundSchedule(1, unsent=True, agreeing="element")
+    ),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),
     "stages4-q6-q4": _stages(6, 4),

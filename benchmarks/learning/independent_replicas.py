@@ -19,17 +19,49 @@ from .tasks import Batch
 @dataclass(frozen=True)
 class RoundSchedule:
     """When replicas exchange: after `every` steps. The mean arrives `delay` steps later, and with `carry` what was
-    trained meanwhile is kept, and with `unsent` what has not been sent: arguments of `LocalUpdates`."""
+    trained meanwhile is kept, and with `unsent` what has not been sent: arguments of `LocalUpdates`. With `agreeing`
+    each rank's steps are as long as those of one optimizer on the mean gradient, by "model", "tensor" or "element"
+    (`Agreement`)."""
 
     every: int
     delay: int = 0
     carry: bool = False
     unsent: bool = False
+    agreeing: str = ""
 
     def __str__(self) -> str:
         late = f", delay {self.delay}" if self.delay else ""
         steps = "every step" if self.every == 1 else f"every {self.every} steps"
-        return steps + late + (", carried" if self.carry else "") + (", unsent kept" if self.unsent else "")
+        kept = (", carried" if self.carry else "") + (", unsent kept" if self.unsent else "")
+        return steps + late + kept + (f", agreeing by {self.agreeing}" if self.agreeing else "")
+
+
+class Agreement:
+    """Factors by which replicas' steps become those of one Adam on the mean of their gradients.
+
+    A replica's second moment v_i has the noise of its own gradients g_i, that of their mean ḡ only 1/P of it, so that
+    P replicas that step by m/√v_i move less than one that steps by m/√v. The factor is √(mean v_i / v), from 1 to √P,
+    with v_i and v as means of g_i² and ḡ² over steps, and over the model, over a tensor or of each element. It takes
+    exact mean gradients, which ranks that compress do not have: it tells what their absence costs.
+    """
+
+    def __init__(self, by: str, beta: float = 0.95) -> None:
+        self._by, self._beta, self._squares = by, beta, list[torch.Tensor]()
+
+    @torch.no_grad()
+    def factors(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
+        """One for each parameter, from the gradients of all models."""
+        squares = []
+        for replicas in zip(*(model.parameters() for model in models), strict=True):
+            gradients = torch.stack([one.grad for one in replicas if one.grad is not None])
+            pair = torch.stack([gradients.square().mean(0), gradients.mean(0).square()])
+            squares.append(pair if self._by == "element" else pair.flatten(1).sum(1))
+        if self._by == "model":
+            squares = [torch.stack(squares).sum(0)] * len(squares)
+        self._squares = self._squares or [torch.zeros_like(pair) for pair in squares]
+        for pair, new in zip(self._squares, squares, strict=True):
+            pair.lerp_(new, 1.0 - self._beta)
+        return [(own / agreed).nan_to_num(1.0).clamp(1.0, len(models)).sqrt() for own, agreed in self._squares]
 
 
 class IndependentReplicas:
@@ -61,15 +93,22 @@ class IndependentReplicas:
             GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), outer)
             for one in self.models
         ]
+        self.agreement = Agreement(rounds.agreeing) if rounds.agreeing else None
         self.steps, self.agree = 0, True
         self._means: list[torch.Tensor] = []
         self._due: int | None = None  # after so many steps they arrive
 
     def step(self, data: Sequence[Iterator[Batch]], rate: float) -> int:
         """One step of every rank, with each one's next batch. Returns the bytes that a rank received."""
-        for model, optimizers, batches in zip(self.models, self.optimizers, data, strict=True):
+        for model, batches in zip(self.models, data, strict=True):
             self.backward(model, next(batches))
+        factors = None if self.agreement is None else self.agreement.factors(self.models)
+        for model, optimizers in zip(self.models, self.optimizers, strict=True):
+            former = None if factors is None else [p.detach().clone() for p in model.parameters()]
             update(optimizers, rate, self.clip)
+            if factors is not None and former is not None:
+                for parameter, before, factor in zip(model.parameters(), former, factors, strict=True):
+                    parameter.detach().copy_(torch.lerp(before, parameter.detach(), factor))
         self.steps, self.agree = self.steps + 1, False
         if self._due is not None and self.steps >= self._due:
             self._move(self.rounds.carry, self.rounds.unsent)

@@ -34,7 +34,7 @@ from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.learning import learn, search
 from gradwire.benchmarks.learning.arms import LEARNED, LearningArm
-from gradwire.benchmarks.learning.independent_replicas import IndependentReplicas, RoundSchedule
+from gradwire.benchmarks.learning.independent_replicas import Agreement, IndependentReplicas, RoundSchedule
 from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Feedback
 from gradwire.compress.aggregation import Aggregation
@@ -384,6 +384,22 @@ def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningAr
     for found, received in ranks(3).run(really_apart, way, rounds):
         assert {found} == digests
         assert received <= virtual.bytes_received
+
+
+@pytest.mark.parametrize(
+    ("by", "noise", "factor"), [("model", 0.0, 1.0), ("model", 1.0, 2.0), ("tensor", 1.0, 2.0), ("element", 1.0, 2.0)]
+)
+def test_steps_agree_with_those_of_one_optimizer(by: str, noise: float, factor: float) -> None:
+    """Replicas with equal gradients step as they are; those whose gradients are noise move √P times as far."""
+    models = [torch.nn.Linear(300, 20, bias=False) for _ in range(4)]
+    generator, agreement, mean = torch.Generator().manual_seed(0), Agreement(by), 0.0
+    for _ in range(60):
+        signal = torch.randn(20, 300, generator=generator)
+        for model in models:
+            own = torch.randn(20, 300, generator=generator)
+            model.weight.grad = noise * own + (1.0 - noise) * signal
+        mean = float(agreement.factors(models)[0].mean())
+    assert mean == pytest.approx(factor, rel=0.1)
 
 
 def test_rounds_share_their_bytes_among_steps() -> None:
