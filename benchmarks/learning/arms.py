@@ -80,7 +80,7 @@ class LearningArm:
         if self.plain:
             return FLOAT32 + (f", {self.late} steps late" if self.late else "") + momentum
         rounds = "" if self.rounds is None else f", {self.rounds}"
-        codec = label(self.codec).replace("torch.", "")
+        codec = FLOAT32 if self.codec.lossless else label(self.codec).replace("torch.", "")
         return f"{codec}{how}{rounds}{momentum}"
 
     @property

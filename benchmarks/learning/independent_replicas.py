@@ -15,6 +15,9 @@ from ..common.language_model import update
 from .ranks import InProcessRanks
 from .tasks import Batch
 
+#: Steps over which `Agreement` takes means, as GPT-2's AdamW does with a β2 of 0.95.
+STEPS = 20
+
 
 @dataclass(frozen=True)
 class RoundSchedule:
@@ -41,12 +44,12 @@ class Agreement:
 
     A replica's second moment v_i has the noise of its own gradients g_i, that of their mean ḡ only 1/P of it, so that
     P replicas that step by m/√v_i move less than one that steps by m/√v. The factor is √(mean v_i / v), from 1 to √P,
-    with v_i and v as means of g_i² and ḡ² over steps, and over the model, over a tensor or of each element. It takes
-    exact mean gradients, which ranks that compress do not have: it tells what their absence costs.
+    with v_i and v as means of g_i² and ḡ² over some `STEPS` steps, and over the model, over a tensor or of each
+    element. It takes exact mean gradients, which ranks that compress do not have: it tells what their absence costs.
     """
 
-    def __init__(self, by: str, beta: float = 0.95) -> None:
-        self._by, self._beta, self._squares = by, beta, list[torch.Tensor]()
+    def __init__(self, by: str) -> None:
+        self._by, self._squares = by, list[torch.Tensor]()
 
     @torch.no_grad()
     def factors(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -60,7 +63,7 @@ class Agreement:
             squares = [torch.stack(squares).sum(0)] * len(squares)
         self._squares = self._squares or [torch.zeros_like(pair) for pair in squares]
         for pair, new in zip(self._squares, squares, strict=True):
-            pair.lerp_(new, 1.0 - self._beta)
+            pair.lerp_(new, 1.0 / STEPS)
         return [(own / agreed).nan_to_num(1.0).clamp(1.0, len(models)).sqrt() for own, agreed in self._squares]
 
 
@@ -102,13 +105,12 @@ class IndependentReplicas:
         """One step of every rank, with each one's next batch. Returns the bytes that a rank received."""
         for model, batches in zip(self.models, data, strict=True):
             self.backward(model, next(batches))
-        factors = None if self.agreement is None else self.agreement.factors(self.models)
+        factors = [] if self.agreement is None else self.agreement.factors(self.models)
         for model, optimizers in zip(self.models, self.optimizers, strict=True):
-            former = None if factors is None else [p.detach().clone() for p in model.parameters()]
+            longer = [(p.detach(), p.detach().clone(), f) for p, f in zip(model.parameters(), factors, strict=False)]
             update(optimizers, rate, self.clip)
-            if factors is not None and former is not None:
-                for parameter, before, factor in zip(model.parameters(), former, factors, strict=True):
-                    parameter.detach().copy_(torch.lerp(before, parameter.detach(), factor))
+            for parameter, before, factor in longer:
+                parameter.copy_(torch.lerp(before, parameter, factor))
         self.steps, self.agree = self.steps + 1, False
         if self._due is not None and self.steps >= self._due:
             self._move(self.rounds.carry, self.rounds.unsent)

@@ -41,12 +41,15 @@ from .weights import (
     DTYPES,
     NAMES,
     Change,
+    Form,
     Section,
     Weights,
     change_of,
     check,
     cut,
     each,
+    form,
+    is_shape,
     layout_of,
     require_flags,
     words_of,
@@ -96,11 +99,11 @@ class PatchWriter:
         self._weights: Weights | None = None
         self._on_device: dict[str, Tensor] = {}
         self._full_every, self._since, self._part, self._written = full_every, 0, part, 0
-        self._whole: dict[str, shards.Facts] = {}
+        self._whole: dict[str, Form] = {}
         if state is not None:
             mine = self._own(state)
             self._weights = Weights({name: contiguous(tensor, "cpu") for name, tensor in mine.items()})
-            self._whole = {name: shards.facts(tensor) for name, tensor in state.items()} if part else {}
+            self._whole = {name: form(tensor) for name, tensor in state.items()} if part else {}
             self._keep_on_device(mine)
 
     @property
@@ -146,7 +149,7 @@ class PatchWriter:
             "tensors": records,
             "sections": [len(data) for data, _ in done],
         }
-        whole = {name: shards.facts(tensor) for name, tensor in state.items()} if self._part else {}
+        whole = {name: form(tensor) for name, tensor in state.items()} if self._part else {}
         if self._part is not None:
             mine = whole if not self._part[0] else {name.rpartition("@")[0] for name in after.tensors}
             header |= {
@@ -283,7 +286,7 @@ class PatchReader:
         changes = [verified(header, body, boxes) for header, body in opened]
         tensors = {}
         for name, (dtype, shape) in parts.whole.items():
-            fits = name in self.state and shards.facts(self.state[name]) == (dtype, shape)
+            fits = name in self.state and form(self.state[name]) == (dtype, shape)
             tensors[name] = self.state[name] if fits else torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
         parts.require_ties(self.state)
         after = Weights(parts.views(tensors))
@@ -394,7 +397,7 @@ class Verified(NamedTuple):
 
 
 def verified(header: dict[str, Any], body: memoryview, weights: Weights) -> Verified:
-    """What a patch, or a part, does to these weights, which it leaves alone.
+    """The changes that a patch, or a part, makes to these weights, which are left alone.
 
     Raises:
         PatchError: it is none of them.
@@ -522,15 +525,15 @@ def checked(records: list[Any], mine: Mapping[str, Tensor], body: int) -> list[R
     for record in records:
         try:
             name, dtype, shape, how = record
-            sound = isinstance(name, str) and isinstance(how, str) and dtype in DTYPES and isinstance(shape, list)
-            sound = sound and all(type(size) is int and 0 <= size < 1 << 48 for size in shape) and name not in found
+            sound = isinstance(name, str) and isinstance(how, str) and dtype in DTYPES
+            sound = sound and is_shape(shape) and name not in found
         except (TypeError, ValueError):
             sound = False
         if not sound:
             raise PatchError(f"{str(record)[:200]} is no tensor of a patch: ask for a full snapshot")
         if how == "kept":
             tensor = mine.get(name)
-            sound = tensor is not None and (NAMES[tensor.dtype], list(tensor.shape)) == (dtype, shape)
+            sound = tensor is not None and form(tensor) == (dtype, shape)
         elif how != "new":
             first = found.get(how[1:])
             sound = how[:1] == "=" and first is not None and first[1:3] == (dtype, shape) and first[3][:1] != "="

@@ -1,4 +1,4 @@
-"""Where a rank's shards lie in whole tensors, and whether the parts of all ranks make up a model.
+"""Places of a rank's shards in whole tensors, and the check that the parts of all ranks make up a model.
 
 A rank writes its shards as boxes: parts of a tensor that are a range of places in each dimension. A box is a tensor of
 a patch, by the name "NAME@start,start". A shard is one box, or several where `_StridedShard` is by itself. The
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from .sections import PatchError
-from .weights import DTYPES, NAMES
+from .weights import DTYPES, Form, form, is_shape
 
 #: Ranges of places in a dimension, one after the other: (start, end).
 Ranges = list[tuple[int, int]]
-#: A tensor's dtype and shape, as a header has them.
-Facts = tuple[str, list[int]]
 
 
 def chunk(ranges: Ranges, count: int, index: int) -> Ranges:
@@ -61,7 +59,7 @@ def places(shape: Sequence[int], placements: Sequence[Any], sizes: Sequence[int]
 
 
 def strides(placement: Any) -> int:
-    """In how many pieces `_StridedShard` finds a dimension; 1 for others."""
+    """The number of pieces in which `_StridedShard` finds a dimension; 1 for others."""
     return getattr(placement, "split_factor", 1)
 
 
@@ -80,7 +78,7 @@ def boxes(name: str, tensor: Any, mine: Tensor, first: bool) -> Iterator[tuple[s
 
     Args:
         mine: `local` of it.
-        first: whether this is the rank that writes tensors which are no DTensors.
+        first: True on the rank that writes tensors which are no DTensors.
     """
     where: list[Ranges] = [[(0, size)] for size in mine.shape]
     if hasattr(tensor, "placements"):
@@ -103,7 +101,7 @@ def boxes(name: str, tensor: Any, mine: Tensor, first: bool) -> Iterator[tuple[s
 
 
 def is_first(mesh: Any) -> bool:
-    """Whether this rank's mesh is the first of its kind: a slice of a larger one at 0 in all other dimensions."""
+    """True if this rank's mesh is the first of its kind: a slice of a larger one at 0 in all other dimensions."""
     if hasattr(mesh, "_get_root_mesh"):
         root = mesh._get_root_mesh()
     else:  # torch 2.6
@@ -121,10 +119,6 @@ def view(tensor: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return tensor
 
 
-def facts(tensor: Tensor) -> Facts:
-    return NAMES[tensor.dtype], list(tensor.shape)
-
-
 # ---- reading
 
 
@@ -139,14 +133,14 @@ class Parts:
         boxes: by their keys, the name, starts and sizes of each.
         kept: keys of those that lead from the reader's.
         gone: names of tensors that the base has and the result has not.
-        full: whether the parts are a snapshot.
+        full: True if the parts are a snapshot.
 
     Raises:
         PatchError: parts are missing, or do not belong together; the message says which.
     """
 
     def __init__(self, headers: Sequence[Mapping[str, Any]]) -> None:
-        self.whole: dict[str, Facts] = {}
+        self.whole: dict[str, Form] = {}
         self.boxes: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {}
         self.kept: list[str] = []
         self.gone: set[str] = set()
@@ -219,7 +213,7 @@ class Parts:
             if name not in self.whole and name not in self.gone:
                 raise PatchError(f"{name} is not in the writer's model: pass a state of the same model")
         for name in {self.boxes[box][0] for box in self.kept}:
-            mine = facts(state[name]) if name in state else "not there"
+            mine = form(state[name]) if name in state else "not there"
             if mine != self.whole[name]:
                 raise PatchError(
                     f"{name} is {self.whole[name]} in the patch, and {mine} in the reader: pass a state of the same "
@@ -233,14 +227,14 @@ class Parts:
             cuts[name].add(tuple(cut))
         first: dict[Any, str] = {}
         for name, tensor in state.items():
-            if tensor.numel() and self.whole.get(name) == facts(tensor):
+            if tensor.numel() and self.whole.get(name) == form(tensor):
                 other = first.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape), name)
                 if cuts[name] != cuts[other]:
                     raise PatchError(f"{name} and {other} share memory here, and have other shards: copy one of them")
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The boxes of those tensors that are as in the result."""
-        fit = {name for name, tensor in tensors.items() if self.whole.get(name) == facts(tensor)}
+        fit = {name for name, tensor in tensors.items() if self.whole.get(name) == form(tensor)}
         return {box: view(tensors[name], *place) for box, (name, *place) in self.boxes.items() if name in fit}
 
 
@@ -260,7 +254,3 @@ def described(header: Mapping[str, Any]) -> tuple[int, int, str]:
     if not sound:
         raise PatchError(f"{str(header.get('part', 'a patch'))[:50]} is no part of a patch: ask for the part again")
     return index, count, version
-
-
-def is_shape(shape: Any) -> bool:
-    return isinstance(shape, list) and all(type(size) is int and 0 <= size < 1 << 48 for size in shape)

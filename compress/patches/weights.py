@@ -27,6 +27,8 @@ DTYPES = {
     if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(q|bits|u?int[1-7]$|float4|complex32)", str(dtype))
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: A tensor's dtype and shape, as a header has them.
+Form = tuple[str, list[int]]
 INTEGERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
@@ -216,8 +218,17 @@ def facts(tensor: Tensor) -> tuple[Words, bool, int]:
     return kind, True, tensor.numel() * tensor.element_size() * 8 // kind.bits
 
 
+def form(tensor: Tensor) -> Form:
+    return NAMES[tensor.dtype], list(tensor.shape)
+
+
+def is_shape(shape: Any) -> bool:
+    """True if something of a header, which may be anything, is the shape of a tensor."""
+    return isinstance(shape, list) and all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
+
+
 def layout_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str, list[int]]]:
-    return ((name, NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items())
+    return ((name, *form(tensor)) for name, tensor in tensors.items())
 
 
 def check(tensors: Any, written: bool) -> None:

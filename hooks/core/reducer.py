@@ -120,7 +120,7 @@ class Step:
     learn: Callable[[], None] | None = None
     #: True if its owner has got all of its means, or never will.
     settled: bool = False
-    #: True if the pipeline has ended it, well.
+    #: True once the pipeline has ended it without an error.
     ended: bool = False
     _undone: bool = False
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-MESHES = ((1,), (2,), (3,), (4,), (2, 2), (1, 3), (4, 1))
+MESHES = ((1,), (2,), (3,), (4,), (2, 2), (1, 3), (4, 1), (2, 2, 2))
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Mesh:
 
 @dataclass
 class Sharded:
-    """What a patch looks at in a DTensor, without a process group."""
+    """A DTensor as far as patches look at it, without a process group."""
 
     whole: Tensor
     device_mesh: Mesh
@@ -90,14 +90,17 @@ def drawn_placements(rng: np.random.Generator, dims: int, mesh: tuple[int, ...])
         return None
     if dims and fate < 0.3:  # FSDP over tensor parallelism, or rows dealt in turns
         dim, outer = int(rng.integers(dims)), _StridedShard
-        if len(mesh) == 2:
-            return [outer(dim, split_factor=mesh[1]), Shard(dim)] if mesh[1] > 1 else [Shard(dim), Replicate()]
+        if len(mesh) > 1:
+            inner = math.prod(mesh[1:])
+            if inner == 1:
+                return [Shard(dim), Replicate()]
+            return [outer(dim, split_factor=inner), *[Shard(dim)] * (len(mesh) - 1)]
         return [outer(dim, split_factor=int(rng.integers(2, 4)))]
     return [Shard(int(rng.integers(dims))) if dims and rng.random() < 0.7 else Replicate() for _ in mesh]
 
 
 def on_each(state: State, mesh: tuple[int, ...], seed: int) -> list[dict[str, Any]]:
-    """What each rank of a mesh has of a state. Tensors in the same memory stay so."""
+    """A state, as each rank of a mesh has it. Tensors in the same memory stay so."""
     found = []
     for at in np.ndindex(*mesh):
         rng, mine, own = np.random.default_rng(seed), {}, {}
@@ -441,7 +444,8 @@ def test_what_parts_are_is_checked() -> None:
 
 def test_a_server_follows_a_trainer_between_requests(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "examples" / "follow_trainer.py"
-    states = [{n: t + k for n, t in runpy.run_path(str(script))["new_model"]().state_dict().items()} for k in range(2)]
+    states = [{n: t + k for n, t in runpy.run_path(str(script))["new_model"]().state_dict().items()} for k in range(4)]
+    asks = ((0, 1), (1, 0), (1, 1), (3, 1))  # steps and ranks after whose part a request comes; the last sees two steps
     made, expected = writers(2), []
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     server: Any
@@ -452,7 +456,7 @@ def test_a_server_follows_a_trainer_between_requests(tmp_path: Path) -> None:
                 (tmp_path / f"{step:06}.{rank}.part").write_bytes(part)
                 model = runpy.run_path(str(script))["new_model"]()
                 model.load_state_dict(states[step if rank or not step else step - 1])
-                if step or rank:  # before the first step is there, weights are random
+                if (step, rank) in asks:  # before the first step is there, weights are random
                     server.stdin.write("1 2 3 4\n")
                     server.stdin.flush()
                     answer = model(torch.tensor([1.0, 2, 3, 4])).item()

@@ -60,6 +60,25 @@ def outside(rank: int) -> list[str]:
     return digests
 
 
+@on_ranks(2, within=60.0)
+def test_a_step_of_a_rank_that_has_joined_may_end_late(rank: int) -> list[int]:
+    """No backward pass of such a rank waits for its means; the buckets that its pipeline ends are all there."""
+    ddp, state = wrap(convnet(), OneBit(), exchange="gather")
+    end_step, buckets = Reducer._end, list[int]()
+
+    def late(reducer: Reducer, step: Step) -> None:
+        time.sleep(0.05 * rank)
+        buckets.append(len(step.reduced))
+        end_step(reducer, step)
+
+    with patch.object(Reducer, "_end", late), ddp.join():
+        train(rank, ddp, range(5 - 3 * rank))
+    state.close()
+    assert len(buckets) == 5
+    assert all(buckets)
+    return buckets
+
+
 @pytest.mark.parametrize("exchange", ["gather", "dense"])
 @on_ranks(2)
 def test_a_hook_may_wait_for_the_mean(rank: int, exchange: str) -> list[float]:
