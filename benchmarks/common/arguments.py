@@ -10,7 +10,7 @@ from pathlib import Path
 LEAST = dict.fromkeys(
     ("batch", "jobs", "layers", "models", "numel", "readings", "repeats", "rounds", "seeds", "steps", "timed", "width"),
     1,
-) | {"warmup": 0, "world": 2}
+) | {"warmup": 0, "world": 2, "worlds": 1}
 
 
 def expect_at_least(options: argparse.Namespace, **least: int) -> None:

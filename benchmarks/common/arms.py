@@ -145,7 +145,8 @@ class Arm:
         if self.horovod or self.every:
             return Installed(self, model, model, seed=seed)
         factors = SufficientFactors(model, self.factors) if self.factors else None
-        ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if self.rank else bucket_mb)
+        one = self.rank and dist.get_backend() == "gloo"
+        ddp = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if one else bucket_mb)
         # Buffers never change here, and DDP would send them before every step, a latency that no hook hides. The
         # argument for that has another name from torch 2.13 on.
         ddp.broadcast_buffers = False
@@ -242,6 +243,7 @@ class Installed:
 #: PyTorch's hooks that have no state.
 OTHERS: dict[str, Any] = {
     BASELINE: default_hooks.fp16_compress_hook,
+    "bf16-hook": default_hooks.bf16_compress_hook,
     "builtin": dist.BuiltinCommHookType.ALLREDUCE,
     "python": default_hooks.allreduce_hook,
 }
@@ -262,6 +264,7 @@ ARMS = {
         Arm(FLOOR, "#BBBBBB", "no communication"),
         Arm(DENSE, "#000000", "PyTorch DDP"),
         Arm(BASELINE, "#999999", "PyTorch's fp16 hook", bits=16.0),
+        Arm("bf16-hook", what="PyTorch's bf16 hook", bits=16.0),
         Arm("builtin", what="PyTorch's all-reduce hook in C++"),
         Arm("python", what="PyTorch's all-reduce hook in Python"),
         Arm("dense", codec=OneBit(), exchange="dense"),

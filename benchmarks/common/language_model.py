@@ -245,13 +245,20 @@ class GPT2(ByteModel):
     """A byte model that begins as GPT-2 (Radford et al. 2019): positions are learned; matrices are normal of 0.02, and
     those that end a block divided by √(2 · layers). Attention is nearly uniform at first: training has to leave that
     plateau.
+
+    Args:
+        words: of another vocabulary than bytes; the head is the embedding then, as GPT-2's.
     """
 
-    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64) -> None:
+    def __init__(
+        self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 64, words: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.embedding, self.positions = nn.Embedding(words, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(GPT2Block(width, heads) for _ in range(layers))
-        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        if words != VOCABULARY:
+            self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 ends = name.endswith(("merge.weight", "narrow.weight"))

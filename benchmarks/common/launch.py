@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -25,6 +26,17 @@ import torch.distributed as dist
 
 #: Prefix of temporary folders.
 PREFIX = "gradwire"
+#: The variable with the device of a rank's tensors: "cpu" or "cuda:0".
+DEVICE = "GRADWIRE_DEVICE"
+#: NCCL's, so that ranks of one host, and of one GPU, talk over the loopback interface alone, and no service takes part
+#: of the GPU. NCCL refuses two ranks on one GPU of the same host: each needs an NCCL_HOSTID of its own.
+NCCL = {
+    "NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none", "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET",
+    "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_RAS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2", "NCCL_MAX_P2P_NCHANNELS": "2", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple",
+    "NCCL_DEBUG": "WARN",
+}  # fmt: skip
 #: Seconds that the other ranks of a program have to end once one has failed.
 GRACE = 10.0
 
@@ -33,8 +45,26 @@ class LinkError(RuntimeError):
     """Links could not be made, did not run at their rate, or a process on them failed."""
 
 
+class ProcessError(LinkError):
+    """A process failed, or was not done in time.
+
+    Attributes:
+        log: all that it wrote.
+    """
+
+    def __init__(self, what: str, log: str) -> None:
+        super().__init__(what)
+        self.log = log
+
+
 class Processes:
-    """P processes on this machine's loopback interface; subclasses put them elsewhere."""
+    """P processes on this machine's loopback interface; subclasses put them elsewhere.
+
+    Attributes:
+        device: of the ranks: "cpu", over Gloo, or "cuda", over NCCL, on all GPUs in turns.
+    """
+
+    device = "cpu"
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -66,7 +96,7 @@ class Processes:
             What it returned, by rank.
 
         Raises:
-            LinkError: a process failed or the time is up; with the last lines it wrote.
+            ProcessError: a process failed or the time is up; with the last lines it wrote.
         """
         deadline = time.monotonic() + timeout
         with ExitStack() as stack:
@@ -76,18 +106,19 @@ class Processes:
             jobs = [json.dumps({**job, "result": str(result)}) for result in results]
             processes = self._all(stack, folder, [(sys.executable, "-m", __spec__.name, job) for job in jobs])
             with (folder / "0.log").open(errors="replace") as written:
-                while any(process.poll() is None for process in processes):
-                    if any(process.poll() for process in processes) or time.monotonic() > deadline:
+                while None in (statuses := [process.poll() for process in processes]):
+                    if any(statuses) or time.monotonic() > deadline:
                         break
                     self.check()
                     time.sleep(0.02)
                     while follow is not None and (line := written.readline()):
                         follow(line.rstrip("\n"))
-            for rank, process in enumerate(processes):
-                if process.poll():
-                    raise LinkError(_ended(rank, process.returncode, folder))
-            if any(process.poll() is None for process in processes):
-                raise LinkError(f"{function.__qualname__} was not done after {timeout:.0f} s on {self}")
+            for rank, status in enumerate(statuses):  # of those that failed first
+                if status:
+                    raise ProcessError(_ended(rank, status, folder), _log(rank, folder))
+            if None in statuses:
+                late = f"{function.__qualname__} was not done after {timeout:.0f} s on {self}"
+                raise ProcessError(late, _log(0, folder))
             return [json.loads(result.read_text()) for result in results]
 
     def run_program(self, command: Sequence[str]) -> int:
@@ -162,9 +193,14 @@ class Processes:
         """Raises LinkError where what the processes run on has gone."""
 
     def _variables(self, rank: int, port: int) -> dict[str, str]:
+        address, gpu = self._address(port), {}
+        if self.device == "cuda":
+            gpu = {**NCCL, "NCCL_SOCKET_IFNAME": address["GLOO_SOCKET_IFNAME"], "NCCL_HOSTID": f"{PREFIX}-{rank}"}
+            gpu[DEVICE] = f"cuda:{rank % torch.cuda.device_count()}"
         return {
             **os.environ,
-            **self._address(port),
+            **address,
+            **gpu,
             "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
@@ -185,6 +221,17 @@ class Processes:
         return []
 
 
+def device() -> torch.device:
+    """Of this rank."""
+    return torch.device(os.environ.get(DEVICE, "cpu"))
+
+
+def synchronize() -> None:
+    """Wait until a rank's GPU, if it has one, is done."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 def path_of(function: Callable[..., Any]) -> str:
     """By which another process finds it."""
     return f"{function.__module__}:{function.__qualname__}"
@@ -199,8 +246,11 @@ def function_at(path: str) -> Callable[..., Any]:
 
 def _ended(rank: int, status: int | None, folder: Path) -> str:
     """The end of a rank, and the last that it wrote."""
-    said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-3000:]
-    return f"rank {rank} ended with status {status}:\n{said}"
+    return f"rank {rank} ended with status {status}:\n{_log(rank, folder)[-3000:]}"
+
+
+def _log(rank: int, folder: Path) -> str:
+    return (folder / f"{rank}.log").read_text(errors="replace").strip()
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -216,13 +266,18 @@ def _worker(job: Mapping[str, Any]) -> None:
     """Main function of each process: join the others, call the function, write its result."""
     torch.set_num_threads(1)
     function = function_at(job["function"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job["timeout"]))
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+    dist.init_process_group("nccl" if device().type == "cuda" else "gloo", timeout=timedelta(seconds=job["timeout"]))
     try:
         result = function(**job["arguments"])
-    finally:
-        # DDP lives in reference cycles, which would keep the group's threads until the interpreter ends.
-        gc.collect()
-        dist.destroy_process_group()
+    except BaseException:  # leaving the group could wait for ranks that wait for this one
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    # DDP lives in reference cycles, which would keep the group's threads until the interpreter ends.
+    gc.collect()
+    dist.destroy_process_group()
     Path(job["result"]).write_text(json.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()

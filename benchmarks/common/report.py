@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import itertools
@@ -42,6 +43,25 @@ def environment() -> dict[str, Any]:
     }
 
 
+def gpu() -> dict[str, Any]:
+    """The GPUs of the figures, and what drives them."""
+    try:
+        nccl: str | None = ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):  # a torch without
+        nccl = None
+    facts = {"gpu": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count(), "nccl": nccl}
+    return facts | {"driver": driver(), "cuda": torch.version.cuda}
+
+
+def driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    return None
+
+
+#: In the name of a GPU that is not there.
+EMULATED = "emulated"
 #: Fields of `environment()` that are kept with a run.
 STAMP = ("date", "cpu", "cores", "threads", "python", "torch", "numpy", "numba", "gradwire", "revision")
 
@@ -55,7 +75,10 @@ def stamp() -> dict[str, Any]:
 def describe(facts: Mapping[str, Any]) -> str:
     """`environment()` in one line, for a table's caption."""
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "numba", "numpy", "gradwire"))
-    return f"{facts['cpu']}, {facts['threads']} of {facts['cores']} cores, {versions}, {facts['date']}"
+    gpu = (
+        f"{facts['gpus']} x {facts['gpu']}, driver {facts['driver']}, NCCL {facts['nccl']}, " if "gpu" in facts else ""
+    )
+    return f"{gpu}{facts['cpu']}, {facts['threads']} of {facts['cores']} cores, {versions}, {facts['date']}"
 
 
 #: The kernel's fields on a processor besides its name, and our word for each.

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: In the name of a GPU that is not there.
-EMULATED = "emulated"
+from ..common.report import EMULATED
+
 #: Below the heads of a table.
 RULE = "| --- |"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -33,7 +31,7 @@ def row(options: Namespace) -> dict[str, Any]:
 def probe(name: str, device: torch.device, options: Namespace) -> dict[str, Any]:
     """The GPU, the installed versions, and whatever does not work."""
     facts: dict[str, Any] = report.environment()
-    facts |= {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "cuda": torch.version.cuda}
+    facts |= report.gpu()
     facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
     facts["multiprocessors"] = torch.cuda.get_device_properties(device).multi_processor_count
     facts["cupy"] = next((v for v in map(report.version, ("cupy-cuda13x", "cupy-cuda12x", "cupy")) if v), None)
@@ -59,13 +57,6 @@ def opened(device: torch.device) -> str:
     """NVRTC's version, once the device can be launched on."""
     device_for(device)
     return compiler.version()
-
-
-def driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
-    return None
 
 
 def compiled(file: str, device: torch.device, options: Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def document(benchmark: str, options: argparse.Namespace, *names: str, **argumen
     """
     expect_counts(options)
     _, distance = flags.network_of(options)
-    given = {name: getattr(options, name) for name in ("rate", "rates", "world") if hasattr(options, name)}
+    given = {name: getattr(options, name) for name in ("rate", "rates", "world", "worlds") if hasattr(options, name)}
     given |= flags.recorded(distance) | {name: getattr(options, name) for name in names} | arguments
     result = report.document(benchmark, given)
     result["environment"]["threads"] = 1  # of each rank
@@ -51,9 +51,12 @@ def measured(
         What is recorded of the links, and what the ranks returned.
     """
     rates, distance = flags.network_of(options)
-    with links.open_links(world or options.world, rates[rate], distance, per_node) as connection:
+    limit = getattr(options, "limit", None)
+    with links.open_links(world or options.world, rates[rate], distance, per_node, limit) as connection:
+        connection.device = getattr(options, "device", "cpu")
         proof, ranks = connection.run_proven(function, arguments, options.timeout, **how)
-    return {"rate": rate, "bits_per_s": rates[rate], "links": str(connection), "proof": proof}, ranks
+    network = {"rate": rate, "bits_per_s": rates[rate], "links": str(connection), "proof": proof}
+    return network | {"counter": connection.counter}, ranks
 
 
 def measured_arms(
@@ -65,10 +68,10 @@ def measured_arms(
     per_node: int = 1,
 ) -> list[dict[str, Any]]:
     """`measured` at every rate: for each, what is recorded of its links, what the first rank returned, and in the place
-    of its "arms" what `summarize` makes of all ranks', and of whether the links are shaped."""
+    of its "arms" what `summarize` makes of all ranks', and of whether each rank's bytes are counted."""
     found = []
     for rate in flags.network_of(options)[0]:
         network, ranks = measured(options, rate, function, arguments, world, per_node)
-        arms = summarize([rank["arms"] for rank in ranks], network["bits_per_s"] is not None)
+        arms = summarize([rank["arms"] for rank in ranks], network["proof"] is not None)
         found.append(network | ranks[0] | {"arms": arms})
     return found

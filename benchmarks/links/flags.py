@@ -73,8 +73,10 @@ def add_links(parser: argparse.ArgumentParser, *rates: str, whose: str = "rank",
 
 
 def add_distance(parser: argparse.ArgumentParser) -> None:
-    """`--delay`, beside the links' rate."""
+    """`--delay` and `--limit`, beside the links' rate."""
     parser.add_argument("--delay", help="of each packet, one way, such as 25ms (default: none but the machine's own)")
+    shown = "the rates: tc, or a token bucket preloaded into each rank (default: tc where it can be had)"
+    parser.add_argument("--limit", choices=("tc", "bucket"), help=f"what keeps {shown}")
 
 
 def network_of(options: argparse.Namespace) -> tuple[dict[str, int | None], Distance | None]:

@@ -12,8 +12,9 @@ too, so nothing outside is touched), and limits what each rank sends with a toke
 that, the scheduler netem, is missing in many kernels; so these are TUN devices, and packets wait in a process,
 `delay`.
 
-Both need iproute2, and root or a user namespace (`as_root_of_its_own`). `Loopback` has the same interface without
-any of that, and without shaping.
+Both need iproute2, and root or a user namespace (`as_root_of_its_own`). `BucketLinks` need a C compiler alone: they
+limit what each process sends over the loopback interface. `Loopback` has the same interface without any of that, and
+without shaping.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -40,6 +43,8 @@ from .verification import Proof, proven
 INTERFACE = "link0"
 #: Bits a second of the slowest links.
 SLOWEST = 10**6
+#: The token bucket; and the rate for which the bytes of an unlimited one's proof are made.
+BUCKET, UNLIMITED = Path(__file__).with_name("bucket.c"), 10**10
 _SEARCH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 #: TCP's settings that decide what it does at a distance; a proof names them.
 _TCP = ("congestion_control", "wmem", "rmem", "slow_start_after_idle")
@@ -93,6 +98,10 @@ class Loopback(Processes):
     delay: float = 0.0
     burst = 0
     per_node = 1
+    #: What counts the bytes that a rank sends.
+    counter = "the kernel"
+    #: Whether links that are slower than their rate are refused always, and how much slower that is.
+    strict, tolerance = False, verification.TOLERANCE
 
     def run_proven(
         self,
@@ -103,6 +112,7 @@ class Loopback(Processes):
         strict: bool = False,
     ) -> tuple[Proof | None, list[Any]]:
         """As `run`, after a proof by the same processes that the links run at their rate; a loopback has none: None.
+        A token bucket without a rate shows how fast an all-reduce of 25 MB is.
 
         The proof is an all-reduce, of one rank on each node, whose bytes need 20 ms, on slow links more. All-reduce,
         because Gloo's keeps a link full; its all-gather of megabytes wavers between 1 and 1.5 times that. At a distance
@@ -117,18 +127,19 @@ class Loopback(Processes):
             LinkError: the all-reduce was faster than the rate allows, or a ping than the delay, or, if `strict`, so
                 slow that something else is the limit.
         """
-        if self.rate is None:
+        if self.rate is None and not self.strict:
             return None, [] if function is None else self.run(function, arguments, timeout, follow)
         size = self.world_size // self.per_node
-        sends = max(self.rate / 8 * verification.SECONDS, verification.BURSTS * self.burst)
+        sends = max((self.rate or UNLIMITED) / 8 * verification.SECONDS, verification.BURSTS * self.burst)
         numel = max(size, round(sends / 8 * size / (size - 1)))
         job: dict[str, Any] = {"numel": numel, "repeats": 5 if self.delay else 15, "per_node": self.per_node}
-        job |= {"piece": verification.stream_bytes(self.rate) if self.delay else 0, "arguments": dict(arguments)}
+        piece = verification.stream_bytes(self.rate) if self.rate and self.delay else 0
+        job |= {"piece": piece, "arguments": dict(arguments)}
         job["function"] = None if function is None else path_of(function)
         ranks = self.run(proven, job, timeout, follow)
         first = ranks[:: self.per_node]
-        proof = verification.prove(self.rate, self.delay, size, numel, first, self._tcp())
-        verification.check_proof(proof, str(self), strict)
+        proof = verification.prove(self.rate, self.delay, size, numel, first, self._tcp(), self.tolerance)
+        verification.check_proof(proof, str(self), (strict or self.strict) and self.rate is not None)
         return proof, [rank["result"] for rank in ranks]
 
     def __str__(self) -> str:
@@ -301,11 +312,74 @@ class DistantLinks(ShapedLinks):
         return dict(zip(_TCP, (" ".join(value.split()) for value in values), strict=True))
 
 
-def open_links(world_size: int, rate: int | None, distance: Distance | None = None, per_node: int = 1) -> Loopback:
+class BucketLinks(Loopback):
+    """P processes on the loopback interface, each sending at most `rate`. A context manager: it compiles the bucket.
+
+    Args:
+        rate: bits a second that each rank may send, headers not included; None: as much as it can, counted.
+
+    Raises:
+        LinkError: on entering, where there is no C compiler, or it fails.
+    """
+
+    counter = "the token bucket"
+    strict, tolerance = True, 1.15
+
+    def __init__(self, world_size: int, rate: int | None) -> None:
+        super().__init__(world_size)
+        self.rate = rate
+
+    def __enter__(self) -> Self:
+        compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+        if compiler is None:
+            raise LinkError("a token bucket is compiled on the spot, and there is no cc, gcc or clang: install one")
+        self._made = tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")
+        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(self._library), str(BUCKET), "-ldl", "-lpthread"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            self._made.cleanup()
+            raise LinkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._made.cleanup()
+
+    def __str__(self) -> str:
+        what = "no limit" if self.rate is None else f"{self.rate / 10**6:g} Mbit/s"
+        return f"{what}, by a token bucket around the sends of {self.world_size} ranks"
+
+    @property
+    def _library(self) -> Path:
+        return Path(self._made.name, "bucket.so")
+
+    def _variables(self, rank: int, port: int) -> dict[str, str]:
+        file = Path(self._made.name, f"{rank}")
+        file.write_bytes(struct.pack("dQ", (self.rate or 0) / 8, 0))
+        preloaded = ":".join(filter(None, (str(self._library), os.environ.get("LD_PRELOAD"))))
+        return super()._variables(rank, port) | {"LD_PRELOAD": preloaded, verification.BUCKET: str(file)}
+
+
+def open_links(
+    world_size: int, rate: int | None, distance: Distance | None = None, per_node: int = 1, limit: str | None = None
+) -> Loopback:
     """`ShapedLinks` at `rate`, `DistantLinks` if there is a distance, or `Loopback` where the rate is None; to be used
-    in a `with` statement."""
-    if rate is None:
+    in a `with` statement.
+
+    Args:
+        limit: what keeps the rate: "tc", or "bucket", `BucketLinks`, which also count without a rate; None: these where
+            there is no tc.
+    """
+    if limit == "bucket" and (distance or per_node > 1):
+        raise ValueError("a token bucket gives links no distance, and no node several ranks: leave --limit out")
+    if rate is None and (limit != "bucket" or world_size == 1):
         return Loopback(world_size)
+    if limit is None and distance is None and per_node == 1 and os.geteuid() == 0 and missing() is not None:
+        limit = "bucket"
+    if limit == "bucket":
+        return BucketLinks(world_size, rate)
+    assert rate is not None
     if distance is None:
         return ShapedLinks(world_size, rate, per_node=per_node)
     return DistantLinks(world_size, rate, distance)

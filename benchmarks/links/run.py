@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench links`."""
     rates, distance = flags.network_of(options)
-    with links.open_links(options.world, rates[options.rate], distance) as connection:
+    with links.open_links(options.world, rates[options.rate], distance, limit=options.limit) as connection:
         print(connection, file=sys.stderr)
         if options.proof:
             shown, _ = connection.run_proven(None, {}, TIMEOUT)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..common import report
 from ..common.arms import Arm
+from ..common.launch import synchronize
 from ..common.models import Built
 from .verification import sent_bytes
 
@@ -65,10 +66,12 @@ class Trainee:
         return {"payload_bytes": done.bytes_sent, **{f"{phase}_s": spent for phase, spent in done.seconds.items()}}
 
 
-def on_one_batch(arm: Arm, built: Built, bucket_mb: float | None, lr: float, momentum: float = 0.0) -> Trainee:
+def on_one_batch(
+    arm: Arm, built: Built, bucket_mb: float | None, lr: float, momentum: float = 0.0, exchange: str = "auto"
+) -> Trainee:
     """Steps under SGD, always with the same batch."""
     model, loss = built
-    installed = arm.install(model, bucket_mb)
+    installed = arm.install(model, bucket_mb, exchange=exchange)
     optimizer = installed.optimizer(torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum))
 
     def step() -> None:
@@ -106,8 +109,10 @@ def taken(trainee: Trainee, steps: int, begin: str, opening: int) -> Turn:
         trainee.prepare()
         if (begin == "turn" and not step) or (begin == "step" and not step % every):
             dist.barrier()
+        synchronize()
         at, spent = time.perf_counter(), time.process_time()
         trainee.step()
+        synchronize()
         cpu.append(time.process_time() - spent)
         wall.append(time.perf_counter() - at)
     counted = {name: (now - before[name]) / len(wall) for name, now in trainee.counted().items()}
@@ -121,21 +126,32 @@ def take_turns(
     begin: str = "step",
     opening: int = OPENING,
     after: Callable[[str], object] = lambda name: None,
+    until: float = float("inf"),
 ) -> dict[str, list[Turn]]:
     """Rounds in which every arm has a turn, by a drawn one of its trainees. The same on all ranks.
 
     Args:
         begin, opening: as of `taken`.
         after: called after each turn, with the arm's name.
+        until: no round but the first begins later, by `time.time` of the first rank.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in trainees}
     order, drawn = list(trainees), random.Random(0)
-    for _ in range(rounds):
+    for count in range(rounds):
+        if count and until < float("inf") and not told(time.time() < until):
+            break
         drawn.shuffle(order)
         for name in order:
             turns[name].append(taken(drawn.choice(trainees[name]), steps, begin, opening))
             after(name)
     return turns
+
+
+def told(value: Any) -> Any:
+    """The first rank's, on every rank."""
+    found = [value]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def results(trainees: Mapping[str, Sequence[Trainee]], turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ posted ahead shows the rate, a ping the delay, and the all-reduce that nothing i
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
@@ -17,9 +18,11 @@ from typing import Any, NotRequired, TypedDict
 import torch
 import torch.distributed as dist
 
-from ..common.launch import LinkError, function_at
+from ..common.launch import LinkError, device, function_at, synchronize
 from ..common.report import median
 
+#: Names the file of a rank's token bucket: its rate, and what was sent (bucket.c).
+BUCKET = "GRADWIRE_BUCKET"
 #: How much longer than its bytes need an all-reduce, or a stream, may take on links that run at their rate.
 TOLERANCE = 1.3
 #: Seconds of sending that an all-reduce takes.
@@ -35,7 +38,7 @@ PINGS = 9
 
 class Proof(TypedDict):
     """An all-reduce on the links: bytes that each rank sends, the seconds that takes at the rate (with the delay, one
-    way, where there is one), the median and the fastest measured, and whether the rate was reached.
+    way, where there is one; 0: without a limit), the median and the fastest measured, and whether the rate was reached.
 
     On links with a distance also that delay, the quickest ping and the median of all; what a piece of a stream from
     each rank to the next needs, the mean of the fastest stream from its first piece on, and the median of all timed
@@ -62,18 +65,24 @@ def stream_bytes(rate: int) -> int:
 
 
 def prove(
-    rate: int, delay: float, world_size: int, numel: int, ranks: Sequence[Mapping[str, Any]], tcp: dict[str, str]
+    rate: int | None,
+    delay: float,
+    world_size: int,
+    numel: int,
+    ranks: Sequence[Mapping[str, Any]],
+    tcp: dict[str, str],
+    tolerance: float = TOLERANCE,
 ) -> Proof:
     """The proof of all ranks' measurements (`proven`'s) on links of `rate` bits a second, each way `delay` long."""
     sent = 2 * (world_size - 1) * 4 * numel / world_size
     slowest_rank = [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
-    expected, typical = sent * 8 / rate + delay, median(slowest_rank)
+    expected, typical = (sent * 8 / rate if rate else 0.0) + delay, median(slowest_rank)
     proof = Proof(
         bytes_sent=sent,
         expected_s=expected,
         median_s=typical,
         fastest_s=min(slowest_rank),
-        reached=typical <= TOLERANCE * expected,
+        reached=rate is None or typical <= tolerance * expected,
     )
     if delay:
         pings = [ping for rank in ranks for ping in rank["pings"]]
@@ -124,6 +133,12 @@ def caption(proof: Proof | None) -> str:
     """The line on the links below a table; None is a loopback's proof."""
     if proof is None:
         return "NOT SHAPED: loopback, as fast as the processors allow; says nothing about a network"
+    if not proof["expected_s"]:
+        megabytes, took = proof["bytes_sent"] / 1e6, proof["median_s"]
+        speed = f"{proof['bytes_sent'] * 8e-9 / took:.1f} Gbit/s"
+        return (
+            f"NOT LIMITED: an all-reduce for which a rank sends {megabytes:.0f} MB took {took * 1e3:.1f} ms ({speed})"
+        )
     if not proof["reached"]:
         first = "TCP, or what" if "delay_s" in proof else "what"
         limit = f"{first} this machine can send and receive is the limit, not the link"
@@ -173,7 +188,7 @@ def proven(
 def timed_all_reduce(numel: int, repeats: int, per_node: int = 1) -> list[float]:
     """Seconds of each of `repeats` all-reduces of `numel` float32 among every `per_node`-th rank, with idle moments
     between them; what other ranks return means nothing."""
-    x = torch.zeros(numel)
+    x = torch.zeros(numel, device=device())
     times = []
     group = None if per_node == 1 else dist.new_group(list(range(0, dist.get_world_size(), per_node)))
     joins = dist.get_rank() % per_node == 0
@@ -184,6 +199,7 @@ def timed_all_reduce(numel: int, repeats: int, per_node: int = 1) -> list[float]
         begin = time.perf_counter()
         if joins:
             dist.all_reduce(x, group=group)
+        synchronize()
         times.append(time.perf_counter() - begin)
     return times[5:]
 
@@ -238,10 +254,13 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def sent_bytes() -> int:
-    """Bytes this rank's interface has sent so far, counted by the kernel, headers and all.
+    """Bytes this rank's interface has sent so far, counted by the kernel, headers and all; or its token bucket's count,
+    without headers.
 
     On links with a distance the headers of what the kernel sends in one piece count once.
     """
+    if BUCKET in os.environ:
+        return int(struct.unpack("dQ", Path(os.environ[BUCKET]).read_bytes())[1])
     return _counter("tx_bytes")
 
 

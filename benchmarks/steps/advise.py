@@ -46,7 +46,7 @@ from ..common.arms import ARMS, BASELINE, DENSE, FLOOR, Arm
 from ..common.launch import LinkError
 from ..common.models import load
 from ..links import flags, links
-from ..links.turns import Trainee, on_one_batch
+from ..links.turns import Trainee, on_one_batch, told
 from ..links.verification import Proof, as_long, caption
 
 #: PyTorch's own ways; the faster one is what a codec has to beat.
@@ -174,6 +174,8 @@ def on_links(options: argparse.Namespace, how: Mapping[str, Any]) -> dict[str, A
                 proof, ranks = connection.run_proven(measure, how, TIMEOUT)
                 proofs += [proof] if proof else []  # there is one, as there is a rate
                 launches.append(ranks)
+    except links.NoRoot:
+        raise
     except LinkError as error:
         raise LinkError(f"advise cannot measure here: {error}; {TORCHRUN}") from error
     worst = max(proofs, key=lambda proof: (not as_long(proof), proof["median_s"]))
@@ -223,7 +225,7 @@ def measure(
     for name, trainee in trainees.items():
         trainee.settle(WARM_UP)
         every = arms[name].every or 1
-        first = _agreed(_turn(trainee, every, 0, wait))
+        first = told(_turn(trainee, every, 0, wait))
         steps[name] = every * max(1, round(TURN_SECONDS / first / every))
         opening[name] = every * (first < LONG_STEP)
     rounds: dict[str, list[float]] = {name: [] for name in arms}
@@ -233,7 +235,7 @@ def measure(
         for name in order:
             rounds[name].append(_turn(trainees[name], steps[name], opening[name], wait))
         done = time.monotonic() - begin > seconds and len(rounds[DENSE]) >= FEWEST_ROUNDS
-        enough = bool(_agreed(float(done)))
+        enough = told(done)
     parameters = sum(p.numel() for p in trainees[DENSE].installed.module.parameters())
     result = {
         name: {
@@ -259,13 +261,6 @@ def _turn(trainee: Trainee, steps: int, opening: int, wait: Callable[[], None]) 
         trainee.step()
     wait()
     return (time.perf_counter() - begin) / steps
-
-
-def _agreed(value: float) -> float:
-    """Rank 0's, on every rank."""
-    found = [value]
-    dist.broadcast_object_list(found)
-    return found[0]
 
 
 def summarize(launches: Sequence[Sequence[Mapping[str, Any]]], arms: Mapping[str, Arm]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -185,11 +186,22 @@ def test_a_flag_that_is_gone_names_what_took_its_place(flag: str, capsys: pytest
     assert "torchrun" in said
 
 
-def test_without_links_it_cannot_measure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("latency", "lacks"),
+    [(["--latency", "5ms"], "shaped links need a moon"), ([], "there is no cc, gcc or clang: install one")],
+)
+def test_without_links_it_cannot_measure(
+    latency: list[str], lacks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token bucket needs a compiler alone, and gives no latency."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(links, "missing", lambda distance=None: "shaped links need a moon")
-    assert cli.main(["advise", "--model", "small"]) == 2
-    assert "advise cannot measure here: shaped links need a moon; start it by torchrun" in capsys.readouterr().err
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    assert cli.main(["advise", "--model", "small", *latency]) == 2
+    said = capsys.readouterr().err
+    assert "advise cannot measure here: " in said
+    assert f"{lacks}; start it by torchrun" in said
 
 
 def test_torchruns_ranks_have_a_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gradwire.benchmarks import cli, publish
 from gradwire.benchmarks.codec import baselines, speed
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import ARMS
+from gradwire.benchmarks.common.launch import ProcessError
 from gradwire.benchmarks.learning import learn, summary
 from gradwire.benchmarks.links import links, turns
 from gradwire.benchmarks.sparse import allreduce
@@ -155,6 +157,93 @@ def test_step_in_miniature(measured: Measured) -> None:
         assert row["sent_bytes"] is None
 
 
+@pytest.mark.slow
+def test_step_by_rates_in_miniature(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates kept by a token bucket, which counts what is sent; and a run that goes on from its file."""
+    monkeypatch.setattr(links.BucketLinks, "tolerance", 99.0)  # however busy this machine is
+    line = "step --limit bucket --rates 200mbit --model gpt2-tiny --rounds 1 --steps 1 --warmup 1 --arms fp32 fp16"
+    document, said = measured(line)
+    (network,) = document["networks"]
+    assert network["proof"]["fastest_s"] >= 0.95 * network["proof"]["expected_s"] > 0
+    assert "all replicas equal" in said
+    assert "as the token bucket counts" in " ".join(said.split())
+    rows = {row["arm"]: row for row in network["arms"]}
+    for arm, size in (("fp32", 4), ("fp16", 2)):
+        assert rows[arm]["sent_bytes"] == pytest.approx(size * network["parameters"], rel=0.02)
+    assert rows["none"]["sent_bytes"] < 1000
+    assert all(row["equal"] for name, row in rows.items() if name != "none")
+    monkeypatch.setattr(step, "measured", lambda *given: pytest.fail("measured again"))
+    assert measured(f"{line} --resume")[0]["networks"] == document["networks"]
+    assert cli.main(["step", "--limit", "bucket", "--stop-after", "0"]) == 2
+
+    none, *others = ({**row, "peak_bytes": 10**9 * i} for i, row in enumerate(network["arms"]))
+    lost = {"arm": "onebit", "failed": "OutOfMemoryError: none is left"}
+    proof = {**network["proof"], "expected_s": 0.0}
+    unlimited = {**network, "rate": "none", "proof": proof, "arms": [none, others[0], {**others[1], "equal": 0}, lost]}
+    facts = {**document["environment"], "gpu": "emulated GPU", "gpus": 1, "driver": "", "nccl": ""}
+    limited = {**network, "arms": [none, *others, {**others[1], "arm": "onebit", "peak_bytes": 3 * 10**9}]}
+    (table,) = step.tables({**document, "environment": facts, "networks": [unlimited, limited]})
+    assert [row[-2] for row in table.rows] == ["-1.00", "0.00", "1.00", "2.00"], "memory beyond DDP's"
+    assert [row[1] == "failed" for row in table.rows] == [False, False, False, True]
+    assert all(row[0].startswith("emulated: ") for row in table.rows)
+    for note in ("none: NOT LIMITED: an all-reduce", "200mbit: links proven", "REPLICAS DIFFER: fp16", lost["failed"]):
+        assert note in table.caption
+
+
+def test_what_fails_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate that is refused, and arms that end a rank, or hang."""
+    untils, ends = [], [("fp16", "E: 1\ntorch.OutOfMemoryError: none is left\n  frame"), ("onebit", "")]
+
+    def made(options: Any, rate: str, function: Any, how: Any, world: int) -> Any:
+        untils.append(how["until"] - time.time())
+        if rate == "1gbit":
+            raise links.LinkError("too slow for this rate")
+        if ends and rate == "10gbit":
+            name, said = ends.pop(0)
+            raise ProcessError("rank 1 ended with status -9:\n...", f"begins: none\nbegins: {name}\n{said}")
+        row = {"wall_s": [[1.0]], "cpu_s": [], "sent_bytes": 0, "counted": {}, "sends": []}
+        ranks = [{"parameters": 1, "buckets": 1, "arms": dict.fromkeys(how["arms"], row)}]
+        return {"rate": rate, "proof": None, "links": ""}, ranks
+
+    monkeypatch.setattr(step, "measured", made)
+    file = str(tmp_path / "steps.json")
+    line = ["step", "--rates", "1gbit", "10gbit", "--arms", "fp16", "fp32", "onebit", "--json", file]
+    assert cli.main([*line, "--stop-after", "100"]) == 1
+    (network,) = json.loads(Path(file).read_text())["networks"]
+    assert [(row["arm"], row.get("failed")) for row in network["arms"]] == [
+        ("none", None), ("fp16", "torch.OutOfMemoryError: none is left"), ("fp32", None),
+        ("onebit", "rank 1 ended with status -9:")]  # fmt: skip
+    assert untils == pytest.approx([50, 100, 100, 100], abs=5), "each rate has its share of what is left"
+    assert cli.main([*line, "--resume", "--width", "9"]) == 2, "of another width"
+    unlimited: Any = {"expected_s": 0.0, "bytes_sent": 10**9, "fastest_s": 1.0}
+    step.expect_within(10**10, [None])
+    step.expect_within(9 * 10**9, [unlimited, unlimited | {"expected_s": 1.0, "bytes_sent": 1}])
+    with pytest.raises(links.LinkError, match=r"reached 8\.0 Gbit/s"):
+        step.expect_within(25 * 10**9, [unlimited])
+    monkeypatch.setattr(step, "measured", lambda *_: (_ for _ in ()).throw(ProcessError("no", "begins: none")))
+    assert cli.main(["step", "--rates", "1gbit"]) == 2, "no step without communication"
+
+
+def test_no_round_but_the_first_begins_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "sent_bytes", lambda: 0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        trainees = {"one": [turns.Trainee(None, lambda: None)]}
+        for late, rounds in ((-1.0, 1), (99.0, 3)):
+            assert len(turns.take_turns(trainees, 3, 2, until=time.time() + late)["one"]) == rounds
+    finally:
+        dist.destroy_process_group()
+
+
+def test_replicas_are_equal_only_with_the_same_bits() -> None:
+    model = torch.nn.Linear(3, 2)
+    before = [step.sums(p) for p in model.parameters()]
+    with torch.no_grad():
+        model.weight[0, 0] = torch.nextafter(model.weight[0, 0], torch.tensor(9.0))
+    after = [step.sums(p) for p in model.parameters()]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [False, True]
+
+
 def test_arms_name_their_exchange_and_their_buckets(measured: Measured) -> None:
     line = "step --rate none --width 64 --layers 4 --rounds 1 --steps 1 --warmup 3 --bucket-mb 0.01"
     document, _ = measured(f"{line} --arms onebit-gather onebit-two_pass topk-gather")
@@ -212,6 +301,9 @@ REFUSED = [
     ("pipeline --world 3 --layers 4", "--layers 4 --chunks 8: expected a multiple of --world 3"),
     *((f"step --rate={rate}", "such as 100mbit") for rate in ("", "1", "gbit", "-1gbit", "0mbit", "fast")),
     ("step --delay 25", "expected a number and a unit"),
+    ("step --limit bucket --delay 25ms", "a token bucket gives links no distance"),
+    ("step --worlds 1 2", "one rank has no link: --rates none"),
+    ("step --arms bf16-hook", "--device cuda alone"),
     ("allreduce --delay 0ms", "more than 0"),
     ("train --delay 5ms --rates none", "no distance"),
     ("links --delay 5ms --rate none -- true", "no distance"),

@@ -121,6 +121,30 @@ def test_shaped_links_run_at_their_rate_and_leave_nothing_behind() -> None:
     assert links._namespaces(os.getpid()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no cc")
+@pytest.mark.parametrize("rate", [10**8, 10**9])
+def test_a_token_bucket_keeps_its_rate(rate: int) -> None:
+    with links.BucketLinks(2, rate) as limited:
+        try:
+            shown, _ = limited.run_proven(None, {}, timeout=60)
+        except links.LinkError as busy:  # other work on this machine can slow the links, but never speed them up
+            assert "the machine is busy" in str(busy)  # noqa: PT017
+        else:
+            assert shown is not None
+            assert 0.95 <= shown["fastest_s"] / shown["expected_s"] <= 1.15
+
+
+def test_without_tc_a_token_bucket_keeps_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "missing", lambda distance=None: "shaped links need a moon")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert isinstance(links.open_links(2, 10**9), links.BucketLinks)
+    assert isinstance(links.open_links(2, 10**9, NEAR), links.DistantLinks), "which says what is missing"
+    assert isinstance(links.open_links(2, 10**9, limit="tc"), links.ShapedLinks)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)  # then the command begins again as root of a namespace of its own
+    assert isinstance(links.open_links(2, 10**9), links.ShapedLinks)
+
+
 # -- distance -------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,7 @@ MINIATURE = ["--numel", "20001", "--ranks", "2", "--repeats", "2", "--width", "6
 
 def rehearse(output: Path, *given: str, program: tuple[str, ...] = (str(FAKE / "forked.py"),)) -> dict[str, Any]:
     """The report, made on the GPU that is not there; everything in it is fine."""
-    path = [str(FAKE), *(entry for entry in sys.path if Path(entry, "gradwire").exists())]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{FAKE / 'bin'}{os.pathsep}{environment['PATH']}"
-    command = [PLAIN_PYTHON, *program, "gpu", *MINIATURE, "--output", str(output), *given]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, encoding="utf-8", cwd=ROOT, timeout=1500, check=False
-    )
+    done = emulated([PLAIN_PYTHON, *program, "gpu", *MINIATURE, "--output", str(output), *given])
     document: dict[str, Any] = json.loads(output.with_suffix(".json").read_text("utf-8"))
     failed = [row for row in document["rows"] if row["status"] == "failed"]
     assert done.returncode == 0, done.stdout + done.stderr + json.dumps(failed, indent=1)
@@ -49,6 +44,30 @@ def rehearse(output: Path, *given: str, program: tuple[str, ...] = (str(FAKE / "
         output.with_suffix(".json").read_text("utf-8"), output.with_suffix(".md").read_text("utf-8")
     )
     return document
+
+
+def emulated(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A command that finds the GPU that is not there."""
+    path = [str(FAKE), *(entry for entry in sys.path if Path(entry, "gradwire").exists())]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{FAKE / 'bin'}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(
+        command, env=environment, capture_output=True, encoding="utf-8", cwd=ROOT, timeout=1500, check=False
+    )
+
+
+@pytest.mark.slow
+def test_steps_of_ranks_on_a_gpu(tmp_path: Path) -> None:
+    """One that fails says so in its row, and the others have theirs."""
+    line = f"step --device cuda --limit bucket --model gpt2-tiny --rates none --rounds 2 --steps 1 --warmup 3 \
+        --arms fp32 bf16-hook factors powersgd onebit auto --json {tmp_path / 'steps.json'}"
+    done = emulated([PLAIN_PYTHON, "-m", "gradwire.benchmarks.cli", *line.split()])
+    assert done.returncode == 1, done.stdout + done.stderr
+    (network,) = json.loads((tmp_path / "steps.json").read_text("utf-8"))["networks"]
+    rows = {row["arm"]: row for row in network["arms"]}
+    assert "head" in rows.pop("factors")["failed"]
+    assert all(len(row["times_s"]) == 2 for row in rows.values())
+    assert all(row["equal"] and row["sent_bytes"] > 0 for name, row in rows.items() if name != "none")
 
 
 def check_that_nobody_takes_it_for_a_gpu(data: str, text: str) -> None:

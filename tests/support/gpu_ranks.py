@@ -20,20 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gradwire.benchmarks.common.launch import NCCL
 from ranks import Pool, RankError
 from strategies import GPU
 
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 #: Whether there is one in earnest, where a check that takes a minute hangs.
 REAL = GPU and "emulated" not in torch.cuda.get_device_name()
-#: Nothing but the loopback interface, two channels, and no service that takes part of the GPU.
-NCCL = {
-    "NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none", "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET",
-    "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MNNVL_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_RAS_ENABLE": "0",
-    "NCCL_MAX_NCHANNELS": "2", "NCCL_MAX_P2P_NCHANNELS": "2", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple",
-    "NCCL_DEBUG": "WARN",
-}  # fmt: skip
 #: Collectives of one tensor, as torch 2.13 calls them and as it did.
 RENAMED = (("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor"))
 #: Of the process group; the first collective makes the communicator.

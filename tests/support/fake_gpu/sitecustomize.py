@@ -134,6 +134,19 @@ def start_on_the_gpu(thread: threading.Thread) -> None:
     start_plain(thread)
 
 
+then_plain = torch._C.Future.then
+
+
+def then_on_the_gpu(future: Any, callback: Callable[[Any], Any]) -> Any:
+    """Callbacks run on threads that Python has not started."""
+
+    def there(done: Any) -> Any:
+        with contextlib.nullcontext() if torch._C._len_torch_function_stack() else OnTheCpu():
+            return callback(done)
+
+    return then_plain(future, there)
+
+
 @contextlib.contextmanager
 def current(*_: Any) -> Iterator[None]:
     yield
@@ -161,12 +174,16 @@ def install() -> None:
         "synchronize": lambda device=None: None,
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: types.SimpleNamespace(multi_processor_count=2, name=NAME),
+        "get_device_properties": lambda device=None: types.SimpleNamespace(multi_processor_count=2, name=NAME, major=9),
         "is_current_stream_capturing": lambda: False,
         "Stream": Stream,
         "stream": current,
         "current_stream": lambda device=None: Stream(),
         "default_stream": lambda device=None: Stream(),
+        "mem_get_info": lambda device=None: (1 << 30, 1 << 31),
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": lambda device=None: {"allocation.all.allocated": OnTheCpu.allocated},
         "set_sync_debug_mode": lambda mode: setattr(OnTheCpu, "strict", mode == "error"),
         "manual_seed_all": lambda seed: None,
@@ -176,12 +193,14 @@ def install() -> None:
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, fake)
     torch.version.cuda = "13.0"
+    torch.cuda.nccl.version = lambda: (2, 28, 9)
     dist.is_nccl_available = lambda: True
     dist.init_process_group, dist.new_group = over_gloo(dist.init_process_group), over_gloo(dist.new_group)
     DEVICES[CUDA] = DEVICES[torch.device("cuda")] = FakeGpu(check=False)
     for owner, method, instead in (
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.futures.Future, "__init__", without_devices),
+        (torch._C.Future, "then", then_on_the_gpu),
         (threading.Thread, "start", start_on_the_gpu),
         (torch.autograd, "_engine_run_backward", run_backward_on_the_gpu),
         (dist, "ProcessGroupNCCL", Nccl),

@@ -93,7 +93,7 @@ class OnTheCpu(TorchFunctionMode):
         where = gpu if asked is None else asked
         if name == "__getitem__":
             where = on_gpu(args[0])
-        if (name.endswith("_") and not name.startswith("__")) or "out" in kwargs:
+        if (name.endswith("_") and not name.startswith("__")) or kwargs.get("out") is not None:
             return result  # what it was given
         if where and isinstance(result, Tensor):
             shared = {x.untyped_storage().data_ptr() for x in given if x.layout == torch.strided}
