@@ -42,7 +42,7 @@ GROUPS = {
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 #: Commands that need nothing of `gradwire[bench]`.
-PLAIN = ("warm", "gpu")
+PLAIN = ("warm", "gpu", "step")
 #: So many choices do not fit into a line of usage.
 MANY = 3
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import cli
 from .common import report
 from .links import links
@@ -25,6 +27,8 @@ from .links import links
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCS = Path("benchmarks/results"), Path("docs")
 PAGES = "tables-*.md"
+#: The page of figures of a GPU: a file of them that is not there yet has a place without a table.
+GPU_PAGE = "gpu.md"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,16 @@ class Publication:
         options = parsed(self.arguments)
         rates = getattr(options, "rates", None) or [getattr(options, "rate", None)]
         return any(rate not in (None, "none") for rate in rates)
+
+    @property
+    def gpu(self) -> bool:
+        """True if it needs one; a token bucket limits its links."""
+        return "--device cuda" in self.command
+
+    @property
+    def there(self) -> bool:
+        """False if its file waits for a GPU."""
+        return not self.gpu or (ROOT / self.json).exists()
 
 
 #: Beginnings that commands share, by name.
@@ -143,6 +157,8 @@ learn-large-sgd: {learn} --task large --optimizer sgd --world 2 --batch 8 --step
 *train-small: train --task small --readings 8 --timed 4
 train-small-adamw: train --task small --optimizer adamw --rates 100mbit 1gbit --arms powersgd onebit topk topk8
     --readings 8 --timed 4
+gpu-rates: step --device cuda --limit bucket --model gpt2 --worlds 2 --rates none 10gbit 25gbit 1gbit --rounds 3
+    --steps 2 --warmup 3 --arms fp32 fp16 bf16-hook powersgd qsgd onebit ternary topk chunked auto
 *allreduce: allreduce --world 8 --repeats 3
 allreduce-bytes: allreduce --world 8 --numel 25600000 --density 0.01 --overlap 0 --arms gather split-k --repeats 2
 """
@@ -189,8 +205,9 @@ def make(publications: Sequence[Publication], no_links: str | None) -> None:
     """
     begin, failed = time.monotonic(), []
     for publication in publications:
-        if publication.shaped and no_links:
-            print(f"\n{publication.name}: left out, as {no_links}", flush=True)
+        lacks = "there is no GPU" if publication.gpu and not torch.cuda.is_available() else None
+        if lacks := lacks or (no_links if publication.shaped and not publication.gpu else None):
+            print(f"\n{publication.name}: left out, as {lacks}", flush=True)
             continue
         print(f"\n$ gradwire-bench {shlex.join(publication.arguments)}", flush=True)
         started = time.monotonic()
@@ -205,7 +222,7 @@ def make(publications: Sequence[Publication], no_links: str | None) -> None:
 
 def pages() -> dict[Path, str]:
     """The texts of the pages with tables."""
-    return {path: path.read_text("utf-8") for path in sorted((ROOT / DOCS).glob(PAGES))}
+    return {path: path.read_text("utf-8") for path in [*sorted((ROOT / DOCS).glob(PAGES)), ROOT / DOCS / GPU_PAGE]}
 
 
 def write_pages() -> None:
@@ -231,7 +248,7 @@ def filled(texts: Mapping[Path, str]) -> dict[Path, str]:
                 f"{DOCS}/{PAGES} have {len(places)} places for {publication.name}: one needs lines {begin} and {end}"
             )
         text = texts[places[0]]
-        result = json.loads((ROOT / publication.json).read_text("utf-8"))
+        result = json.loads((ROOT / publication.json).read_text("utf-8")) if publication.there else {}
         block = "\n\n".join(section(publication, result))
         before, _, rest = text.partition(begin)
         texts[places[0]] = f"{before}{begin}\n{block}\n{end}{rest.partition(end)[2]}"
@@ -241,7 +258,7 @@ def filled(texts: Mapping[Path, str]) -> dict[Path, str]:
 def section(publication: Publication, result: Mapping[str, Any]) -> Iterable[str]:
     """The command, its tables, and its picture, in Markdown."""
     yield f"```sh\ngradwire-bench {publication.command}\n```"
-    for table in cli.module(publication.arguments[0]).tables(result):
+    for table in cli.module(publication.arguments[0]).tables(result) if result else ():
         yield markdown(table)
     if publication.plot:
         yield f"![{publication.name}]({publication.name}.png)"

@@ -59,8 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile for it, 90 for example, into --cubins, and end: needs NVRTC and no GPU",
     )  # fmt: skip
     parser.add_argument("--device", default="cuda", help="which GPU (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=4096, help=argparse.SUPPRESS)  # of the model whose steps are timed
-    parser.add_argument("--steps", type=int, default=30, help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="gpt2", help=argparse.SUPPRESS)  # whose steps are timed
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)  # what the processes are called with
     parser.add_argument("--into", help=argparse.SUPPRESS)
 
@@ -129,7 +128,7 @@ class Report:
         self.end = time.monotonic() + options.seconds
         self.until = self.end  # of the sections that run now
         self.processes = Processes()
-        names = ("numel", "ranks", "repeats", "width", "steps", "sections")
+        names = ("numel", "ranks", "repeats", "model", "sections")
         self.document = report.document("gpu", {name: getattr(options, name) for name in names})
         self.document["rows"] = []
         self.output = options.output or ""
@@ -216,6 +215,9 @@ class Report:
             into = Path(folder, "row.json")
             command = task.command or (*task.program, *self.python(task, into))
             command = (*command, "--rows", str(into)) if task.by_test else command
+            if task.stepped:  # each rate is written as it ends
+                times = ("--timeout", f"{limit:.0f}", "--stop-after", f"{limit / 2:.0f}")
+                command = (*command, "--model", self.options.model, *times, "--json", str(into))
             ended = self.processes.run(command, ROOT, {**ENVIRONMENT, **os.environ, **task.environment}, limit)
             if task.by_test:
                 tests = [row | found for found in sections.rows_of_tests(into)]
@@ -232,7 +234,7 @@ class Report:
 
     def python(self, task: Task, into: Path) -> tuple[str, ...]:
         given = [("--" + name, str(getattr(self.options, name))) for name in ("numel", "ranks", "repeats")]
-        given += [("--" + name, str(getattr(self.options, name))) for name in ("device", "width", "steps")]
+        given += [("--device", self.options.device)]
         words = [word for pair in given for word in pair]
         name = task.name.split(" ", 1)[1] if task.section == "sanitizer" else task.name
         ours = (sys.executable, "-m", "gradwire.benchmarks.cli", "gpu")

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common.report import EMULATED
+from ..steps import step
 
+#: Sections that check something, and what.
+CHECKED = {
+    "compile": "NVRTC compiles `csrc/` for this GPU",
+    "bytes": "wires, residuals and means equal the specification's",
+    "hooks": "ranks over Gloo, captured graphs, calls that neither allocate nor wait",
+    "ranks": "the laws on two ranks over NCCL, which share the GPU",
+    "four-ranks": "the same on four",
+    "tests": "`pytest -m cuda`, by files",
+    "sanitizer": "memcheck, racecheck and synccheck over every kernel",
+    "kernels": "times of codecs",
+    "step": "steps of one rank",
+    "slow-link": "steps of two ranks on limited links",
+}
+#: Rows that are ok and say more than that.
+SAID = re.compile(r"test_ranks_meet|test_no_step_waits|(one|two) ranks?$")
 #: Below the heads of a table.
 RULE = "| --- |"
 
 
-def markdown(document: Mapping[str, Any], brief: bool = False) -> str:
-    """Args:
-    brief: of sections without a table leave out the rows that are ok.
-    """
-    facts, arguments = document["environment"], document["arguments"]
-    sections: dict[str, list[dict[str, Any]]] = {}
-    for row in document["rows"]:
-        sections.setdefault(row["section"], []).append(row)
+def markdown(document: Mapping[str, Any]) -> str:
+    """One page: what the GPU is, steps, kernels, checks, and whatever is not as it should be."""
+    facts, rows = document["environment"], document["rows"]
     lines = [f"# gradwire on {facts['gpu']}", ""]
     lines += [f"Driver {facts['driver']}, CUDA {facts['cuda']}, torch {facts['torch']}, CuPy {facts['cupy']}, "]
     of = f"revision {facts['revision']}, sources {facts.get('sources')}"
     lines[-1] += f"gradwire {facts['gradwire']} ({of}), {facts['date']}. Made by `make gpu-report`."
     for what, error in facts["broken"].items():
         lines += ["", f"**{what} does not work here**: {error}"]
-    for section, rows in sections.items():
-        made = [row for row in rows if row["status"] == "ok"]
-        lines += ["", f"## {section}: {len(made)} of {len(rows)} rows ok", ""]
-        lines += TABLES[section](made, arguments) if section in TABLES and made else []
-        rest = [row for row in rows if row["status"] != "ok" or not (brief or section in TABLES)]
-        lines += ["", *listed(rest)] if section in TABLES and rest else listed(rest)
+    for title, made in (("Steps", steps(rows)), ("Kernels", kernels(document)), ("Checks", checks(rows))):
+        lines += ["", f"## {title}", "", *made] if made else []
+    lines += ["", *listed(rows)]
     if EMULATED in facts["gpu"]:
         lines = [emulated(line) for line in lines]
     return "\n".join(lines) + "\n"
@@ -57,10 +66,42 @@ def emulated(line: str) -> str:
 
 
 def listed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"- {row['name']}: {row['status']}, {row['seconds']:.0f} s. {row['reason']}".rstrip() for row in rows]
+    """Rows that are not ok, and what some say that are; each reason once."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row["reason"] and (row["status"] != "ok" or SAID.match(row["name"])):
+            found.setdefault((row["section"], row["status"], row["reason"]), []).append(row["name"])
+    return [f"- {of}, {status}: {', '.join(names)}: {why}" for (of, status, why), names in found.items()]
 
 
-def kernels(rows: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[str]:
+def checks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many rows of each section are ok."""
+    each = {section: [row["status"] for row in rows if row["section"] == section] for section in CHECKED}
+    counts = ("ok", "failed", "skipped")
+    cells = [
+        [section, what, *(str(each[section].count(status)) for status in counts)]
+        for section, what in CHECKED.items()
+        if each[section]
+    ]
+    return table(["section", "content", *counts], cells) if cells else []
+
+
+def steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The tables of `gradwire-bench step`."""
+    made = [row["result"] for row in rows if "networks" in (row["result"] or ())]
+    lines = []
+    for one in (one for result in made for one in step.tables(result)):
+        notes = (f"- {note}" for note in one.caption.splitlines())
+        lines += [f"**{one.title}**", "", *table(one.columns, one.rows), "", *notes, ""]
+    return lines[:-1]
+
+
+def kernels(document: Mapping[str, Any]) -> list[str]:
+    """Times of encoding and decoding beside the roofline."""
+    arguments, rows = document["arguments"], [row for row in document["rows"] if row["section"] == "kernels"]
+    rows = [row for row in rows if row["status"] == "ok"]
+    if not rows:
+        return []
     copied = rows[0]["result"]["copy_bytes_per_s"] / 1e12
     lines = [f"{arguments['numel']:,} float32. A copy moves {copied:.2f} TB/s. Times are medians of "]
     lines[-1] += f"{arguments['repeats']} as multiples of `torch.add(out=)`, quartiles in brackets, and shares of the "
@@ -81,29 +122,6 @@ def kernel_cells(result: Mapping[str, Any]) -> list[str]:
     return [f"`{result['label']}`", *cells, f"{1e6 * result['host_s']:.0f}"]
 
 
-def step(rows: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[str]:
-    """Beside each time its ratio to DDP's of the same model."""
-    width = arguments["width"]
-    text = f"8 layers of {width}² in float32, and a transformer of 24 layers of width {width // 4} in bfloat16 on 8 "
-    text += "sequences: one rank over NCCL, so no network, compression alone."
-    found = {row["name"]: row["result"] for row in rows}
-    cells = []
-    for name, result in found.items():
-        ddp = found.get("transformer ddp" if name.startswith("transformer") else "ddp")
-        ratio = f"{result['median_s'] / ddp['median_s']:.3f}" if ddp else ""
-        cells.append([name, f"{1e3 * result['median_s']:.2f}", ratio, str(result["finite"])])
-    return [text, "", *table(["arm", "ms", "times DDP", "finite"], cells)]
-
-
-def compiled(rows: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[str]:
-    results = [(row["name"], row["result"]) for row in rows]
-    cells = [[n, f"sm_{r['architecture']}", f"{r['seconds']:.1f}", str(r["bytes"]), r["log"]] for n, r in results]
-    return table(["file", "for", "seconds", "bytes", "NVRTC says"], cells)
-
-
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = ["| " + " | ".join(heads) + " |", RULE + " --- |" * (len(heads) - 1)]
     return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
-
-
-TABLES = {"kernels": kernels, "step": step, "compile": compiled}

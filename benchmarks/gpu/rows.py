@@ -87,15 +87,10 @@ def timed(name: str, device: torch.device, options: Namespace) -> dict[str, Any]
     return speed.kernels(codec, device, options.numel, options.ranks, options.repeats)
 
 
-def stepped(name: str, device: torch.device, options: Namespace) -> dict[str, Any]:
-    return speed.step(name, device, options.width, options.steps)
-
-
 WORK: dict[str, Callable[[str, torch.device, Namespace], dict[str, Any]]] = {
     "probe": probe,
     "compile": compiled,
     "bytes": same_bytes,
     "kernels": timed,
-    "step": stepped,
     "paths": once,
 }

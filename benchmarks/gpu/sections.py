@@ -14,27 +14,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..common.arms import FLOOR
 from . import paths, speed
 from .processes import Ended
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The seconds that each may well take on 16 cores. Where the whole has fewer, or more, so have they, in proportion.
 SECONDS = {
-    "compile": 40, "bytes": 40, "hooks": 85, "ranks": 110, "kernels": 80, "step": 150, "tests": 120, "sanitizer": 120,
-    "four-ranks": 70, "slow-link": 40,
+    "compile": 40, "bytes": 40, "hooks": 85, "ranks": 110, "kernels": 80, "step": 60, "slow-link": 110, "tests": 120,
+    "sanitizer": 120, "four-ranks": 70,
 }  # fmt: skip
 SECTIONS = tuple(SECONDS)
 #: Two calls, of which each fits five minutes: the most important first.
 PARTS = {
     "first": ("bytes", "hooks", "ranks", "kernels"),
-    "second": ("tests", "sanitizer", "four-ranks", "step", "slow-link"),
+    "second": ("step", "slow-link", "tests", "sanitizer", "four-ranks"),
 }
 #: They have the GPU, and the host, to themselves; others run at the same time as their neighbours.
-ALONE = ("ranks", "kernels", "step", "four-ranks", "slow-link")
+ALONE = ("ranks", "kernels", "step", "slow-link", "four-ranks")
 #: Most seconds that a row may take.
 LIMITS = {
-    "probe": 120, "compile": 120, "bytes": 180, "hooks": 300, "ranks": 300, "kernels": 120, "step": 120, "tests": 400,
-    "sanitizer": 240, "four-ranks": 200, "slow-link": 120,
+    "probe": 120, "compile": 120, "bytes": 180, "hooks": 300, "ranks": 300, "kernels": 120, "step": 200, "tests": 400,
+    "sanitizer": 240, "four-ranks": 200, "slow-link": 400,
 }  # fmt: skip
 #: Files with a section of their own.
 HOOKS, LAWS, STEPS = "test_cuda_hooks", "test_gpu_ranks", "test_gpu_steps"
@@ -57,8 +58,15 @@ SANITIZERS = (
 FOUND = 9
 #: Memory that torch keeps hides accesses out of bounds.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-#: Runs a program in a network of its own, whose loopback interface carries 1 Gbit/s.
-SLOW_LINK = 'ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 512kb latency 100ms && exec "$@"'
+#: `gradwire-bench step`'s, of the rows with steps: compressing alone, and links that a token bucket limits.
+STEPPED = {
+    "step": ("one rank", "--worlds 1 --rates none --rounds 5 --steps 3 --arms fp32 qsgd onebit ternary topk chunked"),
+    "slow-link": (
+        "two ranks",
+        "--worlds 2 --rates none 10gbit 1gbit --rounds 3 --steps 2 --warmup 3 --arms fp32 fp16 bf16-hook powersgd "
+        "qsgd onebit ternary topk chunked",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,11 @@ class Task:
     environment: Mapping[str, str] = field(default_factory=dict)
     why_not: str = ""
     by_test: bool = False
+
+    @property
+    def stepped(self) -> bool:
+        """Whether `gradwire-bench step` makes it."""
+        return self.section in STEPPED
 
 
 def expanded(names: Sequence[str]) -> list[str]:
@@ -122,9 +135,10 @@ def tasks(section: str, broken: Mapping[str, str]) -> Iterator[Task]:
         case "kernels":
             for codec in speed.CODECS:
                 yield Task(section, speed.label(codec), section, why_not=why_not)
-        case "step":
-            for name in speed.arms():
-                yield Task(section, name, section, why_not="" if name == "ddp" else why_not)
+        case "step" | "slow-link":
+            name, line = STEPPED[section]
+            ours = (sys.executable, "-m", "gradwire.benchmarks.cli", "step", "--device", "cuda", "--limit", "bucket")
+            yield Task(section, name, command=(*ours, *line.split()), why_not=why_not)
         case "tests":
             for file in test_files():
                 yield pytest_task(section, file, broken, why_not)
@@ -136,11 +150,6 @@ def tasks(section: str, broken: Mapping[str, str]) -> Iterator[Task]:
         case "four-ranks":
             four = {"GRADWIRE_GPU_RANKS": "4"}
             yield pytest_task(section, LAWS, broken, why_not, "-k", OF_FOUR, by_test=True, environment=four)
-        case "slow-link":
-            missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
-            why_not = why_not or (f"not on PATH: {', '.join(missing)}" if missing else "")
-            unshared = ("unshare", "-n" if os.geteuid() == 0 else "-rn", "sh", "-c", SLOW_LINK, "sh")
-            yield pytest_task(section, STEPS, broken, why_not, "-k", "takes", by_test=True, before=unshared)
         case "sanitizer":
             tool = compute_sanitizer()
             why_not = why_not or ("" if tool else f"compute-sanitizer is not on PATH, nor at {' or '.join(SANITIZERS)}")
@@ -158,10 +167,7 @@ def test_files() -> Iterator[str]:
             yield file.stem
 
 
-def pytest_task(
-    section: str, file: str, broken: Mapping[str, str], why_not: str, *options: str, before: Sequence[str] = (),
-    **given: Any,
-) -> Task:  # fmt: skip
+def pytest_task(section: str, file: str, broken: Mapping[str, str], why_not: str, *options: str, **given: Any) -> Task:
     """pytest over a file, if what it needs is whole."""
     for module in ("pytest", "hypothesis"):
         if module in broken:
@@ -171,7 +177,7 @@ def pytest_task(
     path = str(next((ROOT / "tests").rglob(f"{file}.py")).relative_to(ROOT))
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", path)
     name = file.removeprefix("test_")
-    return Task(section, name, command=(*before, *pytest, *options), why_not=why_not, **given)
+    return Task(section, name, command=(*pytest, *options), why_not=why_not, **given)
 
 
 # -- what became of them -----------------------------------------------------------------------------------------------
@@ -191,6 +197,10 @@ def outcome(task: Task, ended: Ended, result: Any) -> dict[str, Any]:
         summary = [line.strip("= ") for line in lines if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
         status = "ok" if ended.status == 0 and result else "failed"
         reason = summary[-1] if summary else last if status == "failed" else ""
+    elif task.stepped and result:
+        arms = [arm for network in result["networks"] for arm in network["arms"]]
+        status = "failed" if any("failed" in arm or not arm["equal"] for arm in arms if arm["arm"] != FLOOR) else "ok"
+        reason = "; ".join(line for line in lines if re.match(r"\w+, \d+ ranks: ", line))  # arms and rates left out
     else:
         status = "ok" if ended.status == 0 and result else "failed"
         reason = "" if status == "ok" else f"{last} (exit status {ended.status})"

@@ -1,4 +1,4 @@
-"""Time of the CUDA kernels on this GPU, and of a DDP step over NCCL.
+"""Time of the CUDA kernels on this GPU.
 
 Every timing is of CUDA events, in turns with the roofline, `torch.add(grad, residual, out=residual)`, on the same
 stream. Bytes are what an operation cannot avoid to move; the share is of what a copy on the device reaches. Beside each
@@ -7,22 +7,19 @@ codec runs what a user would otherwise write: plain torch operations, and for 1-
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from ..codec.baselines import torch_chain
 from ..common import report
-from ..common.arms import ARMS, COMPRESSED, DENSE, Arm, label
+from ..common.arms import label
 
 CODECS: tuple[Codec, ...] = (
     OneBit(),
@@ -145,89 +142,3 @@ def deepspeed_chain(codec: Codec, like: Tensor) -> Callable[[Tensor], object] | 
         return scale, cupy.packbits(cupy.from_dlpack(compensated.sign_().add_(1).bool().to(torch.uint8)))
 
     return chain
-
-
-class Transformer(nn.Module):
-    """A causal language model in bfloat16: 354 M parameters with `width` 1024 and GPT-2's 50,257 words."""
-
-    def __init__(self, width: int, words: int, layers: int = 24) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        heads, wide = max(1, width // 64), 4 * width
-        options: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, heads, wide, **options) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.bfloat16()
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embedding(words)
-        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], words.device, x.dtype)
-        for layer in self.layers:
-            x = layer(x, src_mask=mask, is_causal=True)
-        x = nn.functional.linear(self.norm(x), self.embedding.weight)
-        return nn.functional.cross_entropy(x.flatten(0, 1).float(), words.roll(-1, 1).flatten())
-
-
-class Layers(nn.Module):
-    """Square layers of float32."""
-
-    def __init__(self, width: int, layers: int = 8) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
-
-
-#: Before the names of arms that train it.
-TRANSFORMER = "transformer"
-
-
-def arms() -> dict[str, Arm]:
-    """Whose steps are timed: DDP by itself, and every codec; some on a transformer too, and those first."""
-    every = {"ddp": ARMS[DENSE]} | {label(codec): Arm(label(codec), codec=codec) for codec in CODECS}
-    some = ("ddp", *map(label, (OneBit(), QSGD(bits=4), TernGrad(), TopK(0.01))))
-    return {f"{TRANSFORMER} {name}": every[name] for name in some} | every
-
-
-def step(name: str, device: torch.device, width: int, steps: int = 30) -> dict[str, Any]:
-    """A step on one rank over NCCL: what compressing costs beside backward, without a network."""
-    with contextlib.ExitStack() as stack:
-        if not dist.is_initialized():
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            store = dist.HashStore()
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
-            stack.callback(dist.destroy_process_group)
-        torch.manual_seed(0)
-        if name.startswith(TRANSFORMER):
-            words = 50_257 * width // 4096
-            model: nn.Module = Transformer(width // 4, words)
-            inputs = torch.randint(words, (8, min(width // 4, 1024)), device=device)
-        else:
-            model, inputs = Layers(width), torch.randn(256, width, device=device)
-        return step_seconds(arms()[name], model.to(device), inputs, steps)
-
-
-def step_seconds(arm: Arm, model: nn.Module, inputs: Tensor, steps: int) -> dict[str, Any]:
-    installed = arm.install(model, exchange="gather")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def one() -> None:
-        installed.model(inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    pending = [timed(inputs.device, one) for _ in range(steps)]
-    seconds = [spent() for spent in pending][steps // 3 :]
-    finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    sends = installed.sends()
-    installed.close()
-    if arm.codec is not None and sends != COMPRESSED:
-        raise RuntimeError(f"{arm.name} was to compress, and sent its gradients in another way: {sends}")
-    return {
-        "median_s": report.median(seconds),
-        "quartiles_s": report.quartiles(seconds),
-        "finite": finite,
-        "sends": sends,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }

@@ -96,7 +96,8 @@ def run(options: argparse.Namespace) -> int:
     for place, (world, rate) in enumerate(left):
         now = time.time()
         if now > end:
-            break
+            print(f"{rate}, {world} ranks: not measured within --stop-after {options.stop_after:g}", flush=True)
+            continue
         how = {**arguments, "distant": options.delay is not None, "until": now + (end - now) / (len(left) - place)}
         try:
             expect_within(rates[rate], [one["proof"] for one in kept if one["world"] == world])
@@ -310,7 +311,7 @@ def by_rate(result: Mapping[str, Any], networks: Sequence[Mapping[str, Any]]) ->
     columns = ("arm", *rates, "sent MB", *(["memory"] * gpu), "rounds")
     steps, counter = result["arguments"]["steps"], networks[-1].get("counter", "the kernel")
     chosen = [
-        f"{one['rate']} {', '.join(row['sends'])}"
+        f"{one['rate']}: {', '.join(row['sends'])}"
         for one in networks
         for row in one["arms"]
         if row["arm"] == "auto" and worked(row)

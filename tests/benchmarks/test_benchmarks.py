@@ -190,7 +190,9 @@ def test_step_by_rates_in_miniature(measured: Measured, monkeypatch: pytest.Monk
         assert note in table.caption
 
 
-def test_what_fails_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A rate that is refused, and arms that end a rank, or hang."""
     untils, ends = [], [("fp16", "E: 1\ntorch.OutOfMemoryError: none is left\n  frame"), ("onebit", "")]
 
@@ -215,6 +217,8 @@ def test_what_fails_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest
         ("onebit", "rank 1 ended with status -9:")]  # fmt: skip
     assert untils == pytest.approx([50, 100, 100, 100], abs=5), "each rate has its share of what is left"
     assert cli.main([*line, "--resume", "--width", "9"]) == 2, "of another width"
+    assert cli.main([*line, "--stop-after", "0"]) == 2
+    assert capsys.readouterr().out.count("not measured within --stop-after 0") == 2
     unlimited: Any = {"expected_s": 0.0, "bytes_sent": 10**9, "fastest_s": 1.0}
     step.expect_within(10**10, [None])
     step.expect_within(9 * 10**9, [unlimited, unlimited | {"expected_s": 1.0, "bytes_sent": 1}])

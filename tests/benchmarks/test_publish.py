@@ -142,7 +142,7 @@ def test_pages_say_how_models_ended() -> None:
 
 
 def test_published_figures_name_the_machine_and_the_command() -> None:
-    for publication in SET:
+    for publication in filter(lambda one: one.there, SET):
         result = json.loads((ROOT / publication.json).read_text("utf-8"))
         facts = result["environment"]
         assert all(facts[name] for name in ("date", "cpu", "cores", "torch", "numba", "revision"))
@@ -153,7 +153,7 @@ def test_published_figures_name_the_machine_and_the_command() -> None:
 
 
 def test_results_are_files_with_a_row_a_line() -> None:
-    for publication in SET:
+    for publication in filter(lambda one: one.there, SET):
         text = (ROOT / publication.json).read_text("utf-8")
         assert text == report.json_text(json.loads(text)) + "\n", publication.json
     rows = {"rows": [{"a": [1.5, None], "b": {}}, {"a": list(range(500))}], "name": "ä"}

@@ -1,18 +1,16 @@
-"""Steps of DDP on ranks that share a GPU: in none the host waits for the device, encoding runs beside backward, and how
-long each takes. Between such ranks a time says nothing of a machine with a GPU for each; without a GPU, a rehearsal."""
+"""Steps of DDP on ranks that share a GPU: in none the host waits for the device, and encoding runs beside backward.
+Without a GPU, a rehearsal."""
 
 from __future__ import annotations
 
 import re
-import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from gpu_ranks import DEVICE, REAL, Shared
-from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, TopK, compress_hook
+from gradwire import QSGD, Codec, CompressState, OneBit, TopK, compress_hook
 from strategies import GPU
 from test_gpu_ranks import Say, named, say, shared  # noqa: F401
 from torch import nn
@@ -109,28 +107,3 @@ def test_no_step_waits_for_the_device(shared: Shared, say: Say, codec: Codec | N
     if REAL:
         assert found["waits for a stream"] == found["reads into pageable memory"] == 0, found
         assert (found["kernels"] > 0) == (codec is not None), "kernels of ours in the trace"
-
-
-def timed(rank: int, codec: Codec | None, exchange: str) -> float:
-    """Median seconds of a step."""
-    arm, spent = Arm(rank, codec, exchange), []
-    for _ in range(9):
-        settle()
-        began = time.perf_counter()
-        arm.step()
-        settle()
-        spent.append(time.perf_counter() - began)
-    arm.close()
-    return statistics.median(spent[3:])
-
-
-STEPS: list[tuple[Any, str]] = [
-    (None, ""), (OneBit(), "two_pass"), (QSGD(bits=4), "two_pass"), (TopK(0.01), "gather"), (ChunkedTopK(), "gather"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("codec", "exchange"), STEPS, ids=named)
-def test_a_step_takes(shared: Shared, say: Say, codec: Codec | None, exchange: str) -> None:  # noqa: F811
-    seconds = max(shared.run(timed, codec, exchange))
-    say(f"{1e3 * seconds:.1f} ms for {LAYERS * WIDTH * WIDTH / 1e6:.1f} M parameters on {shared.size} ranks")
-    assert seconds > 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from gradwire import CODECS, Codec, Outliers, PowerSGD
+from gradwire.benchmarks.gpu.page import checks, kernels
 from gradwire.compress import SparseCodec
 from gradwire.compress.formats.entries import index_layout
 from gradwire.compress.formats.wire import Field, Part
@@ -88,6 +89,14 @@ def measured(name: str) -> dict[str, Any]:
 FEW = re.compile(r"DDP, float32|PyTorch's fp16 hook|PyTorch's PowerSGD|`(QSGD|OneBit|ChunkedTopK)\b.*(two_pass|gather)")
 
 
+def gpu_kernels() -> str:
+    return "\n".join(kernels(measured("nvidia-h100-80gb-hbm3"))) + "\n"
+
+
+def gpu_checks() -> str:
+    return "\n".join(checks(measured("nvidia-h100-80gb-hbm3")["rows"])) + "\n"
+
+
 def gpu_steps() -> str:
     """Milliseconds of a step by the links' speed."""
     rows = [
@@ -122,6 +131,8 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "codecs": (DOCS / "choose.md", codec_table),
     "wire": (DOCS / "codecs.md", wire_table),
     "gpu-steps": (DOCS / "gpu.md", gpu_steps),
+    "gpu-kernels": (DOCS / "gpu.md", gpu_kernels),
+    "gpu-checks": (DOCS / "gpu.md", gpu_checks),
     "gpu-steps-in-short": (DOCS / "choose.md", gpu_steps_in_short),
     "gpu-steps-for-newcomers": (DOCS.parent / "README.md", gpu_steps_in_short),
     "gpu-learn": (DOCS / "choose.md", gpu_learn),
