@@ -195,6 +195,12 @@ def measure(
     """
     trainees, peaks, alone = dict[str, list[turns.Trainee]](), dict[str, int | None](), dist.get_world_size() == 1
     on_gpu = device().type == "cuda"
+
+    def free(name: str) -> None:
+        """Let the gradients of a GPU go, so that more arms fit into its memory."""
+        if on_gpu:
+            trainees[name][0].installed.module.zero_grad()
+
     for name in arms:
         print(BEGINS, name, flush=True)
         before = torch.cuda.memory_allocated() if on_gpu else 0
@@ -205,13 +211,9 @@ def measure(
         trainee.prepare = partial(print, BEGINS, name, flush=True)
         trainee.settle(warmup)
         trainees[name], peaks[name] = [trainee], torch.cuda.max_memory_allocated() - before if on_gpu else None
+        free(name)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-
-    def free(name: str) -> None:
-        """Let the gradients of a GPU go, so that more arms fit into its memory."""
-        if on_gpu:
-            trainees[name][0].installed.module.zero_grad()
 
     begin, opening = ("apart", turns.FAR_OPENING) if distant else ("step", turns.OPENING)
     found = turns.take_turns(trainees, rounds, steps, begin, opening, free, until)
