@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing.spawn
 import os
@@ -72,7 +73,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """xdist's workers must collect the same tests."""
+    """xdist's workers must collect the same tests; no later collection of garbage goes over these and all modules."""
+    gc.collect()
+    gc.freeze()
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} has another name in each process: use ids=ranks.without_address")

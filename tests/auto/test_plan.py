@@ -27,15 +27,15 @@ Ranks = Callable[[int], Pool]
 
 
 def on_nodes(rank: int, codec: Codec, topology: Any, exchange: str) -> Any:
-    """Twenty steps, a checkpoint's folding in the middle included."""
+    """Eight steps, a checkpoint's folding in the middle included."""
     if topology == "mesh":
         topology = dist.init_device_mesh("cpu", (2, 2))
     model = convnet()
     ledger = Ledger(model)
     ddp, state = wrap(model, codec, exchange=exchange, topology=topology)
-    digests = train(rank, ddp, range(10), ledger)
+    digests = train(rank, ddp, range(4), ledger)
     state.state_dict()
-    digests += train(rank, ddp, range(10, 20), ledger)
+    digests += train(rank, ddp, range(4, 8), ledger)
     error, done = ledger.error(state), state.statistics()
     state.close()
     return digests, error, list(done.decisions.values())

@@ -95,7 +95,7 @@ def test_summary_table_and_picture(tmp_path: Path) -> None:
 
 def test_a_small_run_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "gradwire.benchmarks.learning.demo", "--steps", "4", "--arms", "fp32,20x", "--output", "small"]
+    command += ["-m", "gradwire.benchmarks.learning.demo", "--steps", "2", "--arms", "fp32,20x", "--output", "small"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "loopback, which is no slow network" in done.stdout

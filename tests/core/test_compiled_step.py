@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
@@ -112,15 +112,17 @@ def trained(rank: int, make: Make, backend: str | None, whole: bool) -> list[Ten
     return [p.detach().clone() for p in front.parameters()]
 
 
+@cache
+def exact(ranks: Ranks, whole: bool) -> bool:
+    """Some builds' compiled optimizers round otherwise than eager ones."""
+    own, torchs = (ranks(2).run(trained, without_gradwire, backend, whole) for backend in (None, "eager"))
+    return all(map(torch.equal, own[0], torchs[0]))
+
+
 def same(ranks: Ranks, make: Make, whole: bool) -> bool:
-    """To the bit, where torch's own steps are: some builds' compiled optimizers round otherwise than eager ones."""
-    own, eager, compiled = (
-        ranks(2).run(trained, make, backend, whole)
-        for make, backend in ((without_gradwire, None), (make, None), (make, "eager"))
-    )
-    torchs = ranks(2).run(trained, without_gradwire, "eager", whole)
-    exact = all(map(torch.equal, own[0], torchs[0]))
-    rtol, atol = (0.0, 0.0) if exact else (1e-6, 1e-7)
+    """To the bit, where torch's own steps are."""
+    eager, compiled = (ranks(2).run(trained, make, backend, whole) for backend in (None, "eager"))
+    rtol, atol = (0.0, 0.0) if exact(ranks, whole) else (1e-6, 1e-7)
     return all(
         torch.allclose(a, b, rtol=rtol, atol=atol)
         for one, two in zip(eager, compiled, strict=True)

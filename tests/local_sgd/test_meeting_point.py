@@ -109,7 +109,8 @@ def group(count: int, dead_after: float = 0.5, secret: str = "") -> Iterator[tup
 def test_a_member_comes_by_ipv4_or_ipv6(host: str) -> None:
     said: list[str] = []
     named = f"[{host}]" if ":" in host else host
-    with MeetingPoint(report=said.append) as point:
+    with MeetingPoint(report=said.append, dead_after=0.5) as point:
+        point._membership.dead_after = 4.0  # as in `group`
         member = Member(f"{named}:{point.port}")
         member.in_view_of(1)
         member.client.leave()

@@ -368,7 +368,7 @@ def test_residuals_follow_the_loss_scale(rank: int) -> None:
 
 @on_ranks(2)
 def test_residuals_of_an_unknown_loss_scale_are_dropped(rank: int) -> None:
-    for schedule, codec in itertools.product(SCHEDULES, CODECS[1::2]):
+    for schedule, codec in zip(itertools.cycle(SCHEDULES), CODECS[1::2], strict=False):
         plain, run = Scaled(schedule, codec), Scaled(schedule, codec)
         for step, scale in enumerate((1.0, 1.0, 65536.0, 1.0, 1e30, 1.0, math.nan, 1.0)):
             expected, run.scale = plain.step(step), scale

@@ -27,6 +27,7 @@ from gradwire import QSGD, OneBit, TopK
 from gradwire.hooks.auto.trial import PLANNED, Trial
 from gradwire.hooks.comm import group, threads
 from gradwire.hooks.comm.group import Group
+from gradwire.hooks.core import discarded
 from gradwire.hooks.network import cost, probe
 from training import Ledger, digest, perceptron, pretend, residuals_of, train, wrap
 
@@ -318,6 +319,7 @@ def stuck(rank: int, store: str, exchange: str) -> None:
     del late
     model.module[2].register_full_backward_hook(fail)
     threads.STOP_SECONDS = 0.2
+    discarded.RAISED_TIMEOUT = timedelta(seconds=1)
     train(rank, model, range(2, 3))
 
 

@@ -19,6 +19,7 @@ import json
 import os
 import runpy
 import secrets
+import select
 import selectors
 import shlex
 import signal
@@ -32,7 +33,7 @@ import preloaded_client
 
 #: The interpreter of the tests, before the server's takes its place.
 PLAIN_PYTHON = sys.executable
-#: Imported before the first fork: what ranks of DDP import by and by, and the test files that they load.
+#: Imported at the first request: what ranks of DDP import by and by, and the test files that they load.
 MODULES = (
     "gradwire.hooks",
     "hypothesis.strategies",
@@ -217,6 +218,9 @@ def main() -> dict[str, Any]:
     import warnings
 
     number, python = sys.argv[1:]
+    listener = socket.socket(fileno=int(number))
+    if listener not in select.select([listener, sys.stdin], [], [])[0]:
+        os._exit(0)  # nobody has asked for a process
     filters = len(warnings.filters)
     for module in MODULES:
         importlib.import_module(module)
@@ -225,7 +229,7 @@ def main() -> dict[str, Any]:
         codec.kernels(cpu).prepare(codec, importlib.import_module("torch").float32, cpu)
     gc.collect()
     gc.freeze()
-    request = serve(socket.socket(fileno=int(number)))
+    request = serve(listener)
     settle(request, python, filters)
     return request
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gradwire import CompressState, OuterSGD, Rounds, compress_hook
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.residual import Residual
-from gradwire.hooks.comm import group
+from gradwire.hooks.comm import group, rendezvous
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.core import session as connection
 from gradwire.hooks.network import cost
@@ -89,6 +89,7 @@ def meeting_within(seconds: float) -> Iterator[None]:
     with (
         patch.object(group, "HANDSHAKE_TIMEOUT", timeout),
         patch.object(connection, "meeting_timeout", lambda _: timeout),
+        patch.object(rendezvous, "VERDICT_TIMEOUT", timeout),
     ):
         yield
 

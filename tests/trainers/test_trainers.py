@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -187,11 +187,10 @@ def ran(rank: int, framework: str, codec: str | None, folder: str, resume: bool,
         return account.digests, account.carried(saved=not resume), account.error() if compressed else 0.0
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    """Two ranks for this file, which import what no other test has to."""
-    with Pool(2) as pool:
-        yield pool
+@pytest.fixture
+def two(ranks: Callable[[int], Pool]) -> Pool:
+    """Those in which `tests/project/test_docs.py` has imported the trainers, if it is this worker that has run it."""
+    return ranks(2)
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
