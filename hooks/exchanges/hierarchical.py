@@ -45,16 +45,17 @@ class Hierarchical(Exchange):
         self.inner = inner(codec, own, own_extra, device, between)
         self.reads_step = self.inner.reads_step
         # A row for each rank of the node: its slice of the gradient, then its slice of the extra elements. That rank's
-        # means arrive in the same memory, as it sends them only once it has all ranks' gradients.
+        # means arrive in the same memory, as it sends them only once it has all ranks' gradients. Of
+        # messages none carries this rank's own row, so the mean over the node has its place.
         width = self.slice + -(-extra // ranks)
         self.sent = torch.zeros(ranks, width, dtype=torch.float32, device=device)
-        self.row = torch.zeros(width, dtype=torch.float32, device=device)
+        self.averages = inside.launches(device)
+        self.row = torch.zeros_like(self.sent[0]) if self.averages else self.sent[self.rank]
         self.mean, self.own_extra = self.row[:own], self.row[self.slice : self.slice + own_extra]
         self.rows, self.extra_rows = self._packing(self.sent)
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self.not_finite = self.counted[1]
         # Inside a node nothing is far, and messages are as long as the gradient.
-        self.averages = inside.launches(device)
         if self.averages:
             self.to_owners: Port = Collective(lambda: inside.mean_of_rows(self.row, self.sent))
         else:

@@ -25,10 +25,11 @@ OTHERS: dict[Case, tuple[float, float]] = {
     (TopK(), "split", None): (6.2, 6.0),
     (PowerSGD(), "factors", None): (5.8, 5.4),
 }
+NODES: dict[Case, tuple[float, float]] = {(OneBit(), "hierarchical", None): (22.5, 16.0)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "limits"), [(2, OWNERS), (2, OTHERS)])
+@pytest.mark.parametrize(("size", "limits"), [(2, OWNERS), (2, OTHERS), (4, NODES)])
 def test_bytes_a_parameter(ranks: Ranks, size: int, limits: dict[Case, tuple[float, float]]) -> None:
     found = ranks(size).run(beyond_ddp, list(limits), 32)
     for (case, most), *peaks in zip(limits.items(), *found, strict=True):
