@@ -38,7 +38,7 @@ def test_every_backend_gives_torch_s_bits(
     backend: str, numel: int, kinds: tuple[str, ...], dtype: torch.dtype, shift: int, restart: bool, carry: bool,
     share: float, pieces: int,
 ) -> None:  # fmt: skip
-    """Passes of periodic updates, of Tracking, Lead and Momentum."""
+    """Passes of sums, of periodic updates, of Tracking, Lead and Momentum."""
     found, device, ours = [], device_of(backend), _backend(backend)
     made = [gradient(kind, numel, seed) for seed, kind in enumerate(kinds)]
     made.append(made[0].where(made[0].isfinite(), 0.0))  # nothing else is ever in a momentum
@@ -57,6 +57,7 @@ def test_every_backend_gives_torch_s_bits(
             written = [agreed.clone(), step, own.clone()]
             vectors.descend(agreed, step := put(1), own, carry)
             written += [agreed, step, own, vectors.all_finite(own), vectors.all_finite(agreed)]
+            written += [vectors.accumulate(part := put(1), summed := put(0)), part, summed]
             change, kept, estimate, total, past, led = put(0), put(3), put(0), put(1), put(0), put(1)
             tracking.change(put(2, dtype), kept, share, change)
             sound = tracking.follow(estimate, total)

@@ -16,26 +16,27 @@ from .runtime.threads import over_tiles
 
 
 @compiled
-def _follow(estimate: int, mean: int, first: int, last: int) -> int:
-    """estimate += mean, handed out in `mean`; NaN there, and the estimate as it was, where the sum is not finite.
-    Returns whether it is so anywhere."""
+def _accumulate(total: int, x: int, hand_out: int, first: int, last: int) -> int:
+    """total += x where that is finite. Returns whether it is not so anywhere. `hand_out`: the sum, or NaN, is left in
+    `x`."""
     bad, i = False, 4 * first
     while i + 256 <= 4 * last:
-        h = load_f32(estimate + i)
-        total = h + load_f32(mean + i)
-        good = (as_i32(total) & MAGNITUDE) < INF_BITS
-        store(estimate + i, select(good, total, h))
-        store(mean + i, select(good, total, NAN))
+        old = load_f32(total + i)
+        new = old + load_f32(x + i)
+        good = (as_i32(new) & MAGNITUDE) < INF_BITS
+        store(total + i, select(good, new, old))
+        if hand_out:
+            store(x + i, select(good, new, NAN))
         bad |= bits_of(good) != -1
         i += 256
     while i < 4 * last:
-        one = get_f32(estimate + i) + get_f32(mean + i)
-        if np.isfinite(one):
-            store(estimate + i, one)
-            store(mean + i, one)
-        else:
-            store(mean + i, NAN)
-            bad = True
+        one = get_f32(total + i) + get_f32(x + i)
+        finite = np.isfinite(one)
+        if finite:
+            store(total + i, one)
+        if hand_out:
+            store(x + i, one if finite else NAN)
+        bad |= not finite
         i += 4
     return int(bad)
 
@@ -75,8 +76,8 @@ class Tracking(TrackingKernels):
         return momentum_input(TRACKED, grad, momentum, share)
 
     def follow(self, estimate: Tensor, mean: Tensor) -> bool:
-        where = address(estimate, float32), address(mean, float32)
-        return not any(over_tiles(mean.numel(), lambda first, last: _follow(*where, first, last)))
+        where = address(estimate, float32), address(mean, float32), 1
+        return not any(over_tiles(mean.numel(), lambda first, last: _accumulate(*where, first, last)))
 
     def lead(self, past: Tensor, mean: Tensor, beta: float, share: float) -> None:
         where = address(past, float32), address(mean, float32)
@@ -128,27 +129,6 @@ class Momentum(MomentumKernels):
 
 
 @compiled
-def _accumulate(total: int, x: int, first: int, last: int) -> int:
-    """total += x where that is finite. Returns whether it is not so anywhere."""
-    bad, i = False, 4 * first
-    while i + 256 <= 4 * last:
-        old = load_f32(total + i)
-        new = old + load_f32(x + i)
-        good = (as_i32(new) & MAGNITUDE) < INF_BITS
-        store(total + i, select(good, new, old))
-        bad |= bits_of(good) != -1
-        i += 256
-    while i < 4 * last:
-        one = get_f32(total + i) + get_f32(x + i)
-        if np.isfinite(one):
-            store(total + i, one)
-        else:
-            bad = True
-        i += 4
-    return int(bad)
-
-
-@compiled
 def _difference(agreed: int, own: int, out: int, restart: int, first: int, last: int) -> None:
     i = 4 * first
     while i + 256 <= 4 * last:
@@ -196,7 +176,7 @@ class Vectors(VectorKernels):
     def accumulate(self, x: Tensor, total: Tensor) -> Tensor:
         if not _lies_flat(x, total):
             return super().accumulate(x, total)
-        where = address(total, float32), address(x, float32)
+        where = address(total, float32), address(x, float32), 0
         bad = any(over_tiles(x.numel(), lambda first, last: _accumulate(*where, first, last)))
         return torch.tensor(not bad, device="cpu")
 
