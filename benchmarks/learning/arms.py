@@ -165,14 +165,18 @@ LEARNED = {
         ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5, unsent=True)
     ),
     "local1": LearningArm(rounds=RoundSchedule(1)),
-    **{
-        f"kept1-by-{by}": LearningArm(
-            ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(1, unsent=True, agreeing=by)
-        )
-        for by in ("model", "tensor", "element")
-    },
-    "gathered1-by-element": LearningArm(
-        ChunkedTopK(k=1024, values=2), "gather", Residual(), rounds=RoundSchedule(1, unsent=True, agreeing="element")
+    "local1-longer": LearningArm(rounds=RoundSchedule(1, lengthened=True)),
+    "kept1-longer": LearningArm(
+        ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(1, unsent=True, lengthened=True)
+    ),
+    "kept5-longer": LearningArm(
+        ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5, unsent=True, lengthened=True)
+    ),
+    "gathered1-longer": LearningArm(
+        ChunkedTopK(k=1024, values=2), "gather", Residual(), rounds=RoundSchedule(1, unsent=True, lengthened=True)
+    ),
+    "gathered1-half-longer": LearningArm(
+        ChunkedTopK(k=512, values=2), "gather", Residual(), rounds=RoundSchedule(1, unsent=True, lengthened=True)
     ),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),

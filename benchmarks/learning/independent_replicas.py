@@ -11,60 +11,29 @@ from torch import nn
 
 from ...compress import Residual
 from ...hooks.local_sgd.outer_sgd import GlobalParameters, OuterSGD
+from ...hooks.local_sgd.step_lengths import StepLengths
 from ..common.language_model import update
 from .ranks import InProcessRanks
 from .tasks import Batch
 
-#: Steps over which `Agreement` takes means, as GPT-2's AdamW does with a β2 of 0.95.
-STEPS = 20
-
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """When replicas exchange: after `every` steps. The mean arrives `delay` steps later, and with `carry` what was
-    trained meanwhile is kept, and with `unsent` what has not been sent: arguments of `LocalUpdates`. With `agreeing`
-    each rank's steps are as long as those of one optimizer on the mean gradient, by "model", "tensor" or "element"
-    (`Agreement`)."""
+    """When replicas exchange: after `every` steps. The mean arrives `delay` steps later. With `carry` what was trained
+    meanwhile is kept, with `unsent` what has not been sent; with `lengthened` steps are longer. Arguments of
+    `LocalUpdates`."""
 
     every: int
     delay: int = 0
     carry: bool = False
     unsent: bool = False
-    agreeing: str = ""
+    lengthened: bool = False
 
     def __str__(self) -> str:
         late = f", delay {self.delay}" if self.delay else ""
         steps = "every step" if self.every == 1 else f"every {self.every} steps"
         kept = (", carried" if self.carry else "") + (", unsent kept" if self.unsent else "")
-        return steps + late + kept + (f", agreeing by {self.agreeing}" if self.agreeing else "")
-
-
-class Agreement:
-    """Factors by which replicas' steps become those of one Adam on the mean of their gradients.
-
-    A replica's second moment v_i has the noise of its own gradients g_i, that of their mean ḡ only 1/P of it, so that
-    P replicas that step by m/√v_i move less than one that steps by m/√v. The factor is √(mean v_i / v), from 1 to √P,
-    with v_i and v as means of g_i² and ḡ² over some `STEPS` steps, and over the model, over a tensor or of each
-    element. It takes exact mean gradients, which ranks that compress do not have: it tells what their absence costs.
-    """
-
-    def __init__(self, by: str) -> None:
-        self._by, self._squares = by, list[torch.Tensor]()
-
-    @torch.no_grad()
-    def factors(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
-        """One for each parameter, from the gradients of all models."""
-        squares = []
-        for replicas in zip(*(model.parameters() for model in models), strict=True):
-            gradients = torch.stack([one.grad for one in replicas if one.grad is not None])
-            pair = torch.stack([gradients.square().mean(0), gradients.mean(0).square()])
-            squares.append(pair if self._by == "element" else pair.flatten(1).sum(1))
-        if self._by == "model":
-            squares = [torch.stack(squares).sum(0)] * len(squares)
-        self._squares = self._squares or [torch.zeros_like(pair) for pair in squares]
-        for pair, new in zip(self._squares, squares, strict=True):
-            pair.lerp_(new, 1.0 / STEPS)
-        return [(own / agreed).nan_to_num(1.0).clamp(1.0, len(models)).sqrt() for own, agreed in self._squares]
+        return steps + late + kept + (", steps lengthened" if self.lengthened else "")
 
 
 class IndependentReplicas:
@@ -96,21 +65,21 @@ class IndependentReplicas:
             GlobalParameters(0, dict(one.named_parameters()), frozenset(), ranks.strategy or Residual(), outer)
             for one in self.models
         ]
-        self.agreement = Agreement(rounds.agreeing) if rounds.agreeing else None
+        every = zip(self.models, self.optimizers, strict=True) if rounds.lengthened else ()
+        self.lengths = [StepLengths(optimizers, dict(one.named_parameters()), 0) for one, optimizers in every]
+        self.samples = None
+        if self.lengths:
+            samples, how = self.lengths[0].bucket, (ranks.codec, ranks.exchange, None)
+            self.samples = InProcessRanks(len(self.models), samples.slots, *how, excluded=samples.names)
         self.steps, self.agree = 0, True
         self._means: list[torch.Tensor] = []
         self._due: int | None = None  # after so many steps they arrive
 
     def step(self, data: Sequence[Iterator[Batch]], rate: float) -> int:
         """One step of every rank, with each one's next batch. Returns the bytes that a rank received."""
-        for model, batches in zip(self.models, data, strict=True):
+        for model, batches, optimizers in zip(self.models, data, self.optimizers, strict=True):
             self.backward(model, next(batches))
-        factors = [] if self.agreement is None else self.agreement.factors(self.models)
-        for model, optimizers in zip(self.models, self.optimizers, strict=True):
-            longer = [(p.detach(), p.detach().clone(), f) for p, f in zip(model.parameters(), factors, strict=False)]
             update(optimizers, rate, self.clip)
-            for parameter, before, factor in longer:
-                parameter.copy_(torch.lerp(before, parameter, factor))
         self.steps, self.agree = self.steps + 1, False
         if self._due is not None and self.steps >= self._due:
             self._move(self.rounds.carry, self.rounds.unsent)
@@ -125,11 +94,17 @@ class IndependentReplicas:
     def _round(self, delay: int, unsent: bool = False) -> int:
         self._means = [shared.difference(restart=self.rounds.carry and delay > 0) for shared in self.shared]
         self.ranks.reduce(self._means)
+        received = self.ranks.bytes_received
+        if self.samples is not None:
+            self.samples.reduce([one.message() for one in self.lengths])
+            received += self.samples.bytes_received
+            for one in self.lengths:
+                one.arrived()
         self._due = self.steps + delay
         if not delay:
             self._move(carry=False, unsent=unsent)
             self.agree = not unsent
-        return self.ranks.bytes_received
+        return received
 
     def _move(self, carry: bool, unsent: bool = False) -> None:
         """Apply the means that have been exchanged."""
@@ -137,4 +112,6 @@ class IndependentReplicas:
             shared.move(mean, keep_local=carry)
             if unsent:
                 shared.take_unsent(memory)
+        for one in self.lengths:
+            one.take(len(self.models))
         self._due = None

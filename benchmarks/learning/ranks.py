@@ -28,6 +28,7 @@ class InProcessRanks:
         memories: the ranks' feedback, to go on with; None: none yet.
         index: of the bucket that this is.
         device: of the gradients.
+        excluded: names of what travels uncompressed.
     """
 
     def __init__(
@@ -41,20 +42,23 @@ class InProcessRanks:
         memories: list[FeedbackStore] | None = None,
         index: int = 0,
         device: torch.device | str = "cpu",
+        excluded: frozenset[str] = frozenset(),
     ) -> None:
         self.world, self.numel, self.seed = World(size), layout_numel(layout), seed
         self.strategy, self.step = strategy, 0
         self.memories = [FeedbackStore(strategy) for _ in range(size)] if memories is None else memories
         like = torch.empty(self.numel, device=device)
-        self.units = [Bucket(index, [], layout, frozenset(), like, strategy) for _ in range(size)]
+        self.units = [Bucket(index, [], layout, excluded, like, strategy) for _ in range(size)]
         self.use(codec, exchange)
 
     def use(self, codec: Codec, exchange: str) -> None:
         """Go on with another codec and exchange; the feedback stays."""
+        self.codec, self.exchange = codec, exchange
         self.keeps = self.strategy is not None and not codec.lossless
         codec = (codec.with_feedback() if self.keeps else codec).for_layout(self.units[0].layout)
         for group, unit in zip(self.world.groups, self.units, strict=True):
-            unit.use(EXCHANGES[exchange](codec, self.numel, 0, unit.device, group), self.seed, group.rank)
+            numel, extra = layout_numel(unit.layout), unit.uncompressed.numel()
+            unit.use(EXCHANGES[exchange](codec, numel, extra, unit.device, group), self.seed, group.rank)
 
     def reduce(self, gradients: Sequence[Tensor]) -> Tensor:
         """Replace each rank's flat float32 gradient by the mean that is handed out there, and return that.

@@ -47,6 +47,8 @@ class Bucket:
 
     #: DDP's buffer, if this bucket has been compared with it, and it still is there.
     buffer: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    #: False for what is no gradient: it has no part in gradients' norm, and float32 would not send it.
+    of_gradients = True
 
     def __init__(
         self,

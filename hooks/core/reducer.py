@@ -274,7 +274,8 @@ class Reducer:
     def reduce(self, step: Step, bucket: Bucket | SparseGradient, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Replace a bucket's gradients by their mean; the future gets `buffer`."""
         # A bucket without elements has no part in the norm, and may come after the last that has.
-        clips = self._feedback.strategy.largest_norm is not None and isinstance(bucket, Bucket) and bucket.numel > 0
+        has_part = isinstance(bucket, Bucket) and bucket.numel > 0 and bucket.of_gradients
+        clips = has_part and self._feedback.strategy.largest_norm is not None
         future = self.session.pipeline.new_future(ClipFuture if clips else torch.futures.Future)
         if isinstance(bucket, SparseGradient):
             stages = self._reduce_sparse(step, bucket, buffer)
@@ -438,8 +439,9 @@ class Reducer:
 
     def _count(self, bucket: Bucket) -> None:
         statistics = self._statistics
-        statistics.elements += bucket.numel
-        statistics.dense_bytes += 4 * bucket.numel
+        if bucket.of_gradients:
+            statistics.elements += bucket.numel
+            statistics.dense_bytes += 4 * bucket.numel
         sent_less, received_less = saved_by(bucket.exchange.ports)
         statistics.bytes_sent += bucket.exchange.bytes_sent - sent_less
         statistics.bytes_received += bucket.exchange.bytes_received - received_less
@@ -484,7 +486,8 @@ class Reducer:
         if self.session.group.size == 1:
             tell(statistics, "one rank: nothing is sent")
             return
-        size = 4 * sum(bucket.numel for bucket in buckets), sum(bucket.exchange.bytes_sent for bucket in buckets)
+        numel = sum(bucket.numel for bucket in buckets if bucket.of_gradients)
+        size = 4 * numel, sum(bucket.exchange.bytes_sent for bucket in buckets)
         planned = [bucket for bucket in buckets if bucket.plan is not None and bucket.layout]
         plans, why = [plan for bucket in planned if (plan := bucket.plan)], [bucket.why for bucket in planned]
         rows = len(step.sparse)

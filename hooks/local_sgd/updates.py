@@ -56,9 +56,12 @@ from .outer_sgd import (
 from .replicas import Arrival, Replicas
 from .schedule import RoundRollback, Rounds, Schedule
 from .skipped import StepCounter
+from .step_lengths import StepLengths
 from .view import ReplicaStatistics
 
 OWNER = "LocalUpdates"
+#: A checkpoint's key of the state of `StepLengths`.
+LENGTHS = "step_lengths"
 
 #: The choice of a round that sends what residuals hold, too.
 UNCOMPRESSED = Choice(Identity(), "dense", False)
@@ -157,6 +160,8 @@ class LocalUpdates(Front):
         self._excluded: frozenset[str] = frozenset()
         self._statistics = statistics = Statistics() if point is None else ReplicaStatistics()
         trained: dict[str, nn.Parameter] = {}
+        #: None: steps stay as they are.
+        self._lengths: StepLengths | None = None
         inside, parts = list[int](), list[list[dict[str, Tensor]]]()
         problem: Exception | None = None
         try:
@@ -178,6 +183,9 @@ class LocalUpdates(Front):
             self._excluded = excluded_names(exclude, trained) & self._parameters.keys()
             parts = fragments_of(self._parameters, schedule.rounds.fragments, schedule.rounds.bucket_cap_mb)
             options.prepare(0, [torch.float32], self._device)
+            if rounds.lengthen_steps:
+                here = {name: trained[name] for name in self._parameters}
+                self._lengths = StepLengths(optimizers, here, sum(map(len, parts)))
         except Exception as error:  # the other ranks must hear of any error
             problem = error
         within = None if point is None else group_inside(inside, problem)
@@ -329,6 +337,8 @@ class LocalUpdates(Front):
             self._replicas.close()
         self._flush()
         self._reducer = None
+        if self._lengths is not None:
+            self._lengths.remove()
 
     @untraced
     @undivided
@@ -381,7 +391,7 @@ class LocalUpdates(Front):
                 "and go: call consolidated_state_dict() on every replica"
             )
         self._finish()
-        return self._checkpoint.of_rank() | replicated(self._every, self._arrived())
+        return self._checkpoint.of_rank() | self._replicated(self._arrived())
 
     @between_steps
     def consolidated_state_dict(self) -> dict[str, Any]:
@@ -394,9 +404,13 @@ class LocalUpdates(Front):
         """
         if self._replicas is not None:
             self._synchronise(uncompressed=True)
-            return self._checkpoint.of_rank() | replicated(self._every, None)
+            return self._checkpoint.of_rank() | self._replicated(None)
         self._synchronise()
-        return self._checkpoint.mean_over_ranks(self._session) | replicated(self._every, None)
+        return self._checkpoint.mean_over_ranks(self._session) | self._replicated(None)
+
+    def _replicated(self, arrived: InFlightRound | None) -> dict[str, Any]:
+        lengths = {} if self._lengths is None else {LENGTHS: self._lengths.state_dict()}
+        return replicated(self._every, arrived) | lengths
 
     @between_steps
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -420,11 +434,14 @@ class LocalUpdates(Front):
         self._resume(saved, vectors)
         self._moved, self._under_way = bool(saved["moved"]), restore(self._every, saved)
         self._progress = Progress(saved["local_steps"], saved["counted_steps"])
+        if self._lengths is not None:
+            self._lengths.load_state_dict(saved.get(LENGTHS, {}), self._options.world_size, self._step)
         if self._replicas is not None:
             self._replicas.loaded(self._step)
 
     def _made_buckets(self) -> list[Bucket]:
-        return [shared.bucket for shared in self._every]
+        more = [] if self._lengths is None else [self._lengths.bucket]
+        return [*(shared.bucket for shared in self._every), *more]
 
     @property
     def _checkpoint(self) -> Checkpoint:
@@ -471,6 +488,9 @@ class LocalUpdates(Front):
                 sent.copies = [*(sent.copies or ()), buffer.clone()]
             sent.buffers.append(buffer)
             sent.futures.append(reducer.reduce(step, shared.bucket, buffer))
+        if self._lengths is not None:
+            message = self._lengths.message()
+            sent.futures.append(reducer.reduce(step, self._lengths.bucket, message))
         reducer.end(step)
         if sent.step is None:
             sent.due = self._progress.count + self._schedule.rounds.delay
@@ -501,6 +521,8 @@ class LocalUpdates(Front):
                     shared.keep(mean)
             self._feedback.commit()
             self._counted_steps = max(self._counted_steps, done.steps)
+            if self._lengths is not None:
+                self._lengths.take(self._options.world_size)
         if self._replicas is not None and done.step is not None:
             self._replicas.applied(self._step)
         if refused:
@@ -523,6 +545,8 @@ class LocalUpdates(Front):
                     raise
                 failure = error
             if self._replicas is None or sent.step is None or self._replicas.completed(here):
+                if self._lengths is not None and sent.step is not None:
+                    self._lengths.arrived()
                 return sent
             self._session.pipeline.idle()
             sent.futures.clear()  # they hold the failure, and its traceback this round
@@ -658,10 +682,12 @@ class LocalUpdates(Front):
             self._progress = self._caught_up(arrival.progress or Progress(0, 0))
             self._counted_steps = self._progress.steps
         self._step, self._reducer = arrival.name[1], arrival.view.reducer
+        if self._lengths is not None:
+            self._lengths.next_round = self._step
         self._options.resize(len(arrival.view.members))
         self._running().seed = self._options.seed
-        for shared in self._every:
-            shared.bucket.disconnect()
+        for bucket in self._made_buckets():
+            bucket.disconnect()
         self._replicas.followed(arrival)
 
 

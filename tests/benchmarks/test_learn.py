@@ -34,7 +34,7 @@ from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.learning import learn, search
 from gradwire.benchmarks.learning.arms import LEARNED, LearningArm
-from gradwire.benchmarks.learning.independent_replicas import Agreement, IndependentReplicas, RoundSchedule
+from gradwire.benchmarks.learning.independent_replicas import IndependentReplicas, RoundSchedule
 from gradwire.benchmarks.learning.ranks import InProcessRanks
 from gradwire.compress import Feedback
 from gradwire.compress.aggregation import Aggregation
@@ -328,7 +328,9 @@ def really_apart(rank: int, way: LearningArm, rounds: RoundSchedule) -> tuple[st
         optimizer,
         way.codec.inner if isinstance(way.codec, Aggregation) else way.codec,
         every=rounds.every,
-        rounds=Rounds(delay=rounds.delay, keep_local=rounds.carry, keep_unsent=rounds.unsent),
+        rounds=Rounds(
+            delay=rounds.delay, keep_local=rounds.carry, keep_unsent=rounds.unsent, lengthen_steps=rounds.lengthened
+        ),
         exchange=Aggregate("senders") if isinstance(way.codec, Aggregation) else cast(Any, way.exchange),
         error_feedback=way.strategy or False,
         seed=3,
@@ -360,8 +362,10 @@ def small_model() -> torch.nn.Module:
         (LearningArm(TopK(0.05), "gather", Residual()), RoundSchedule(3, delay=2)),
         (LearningArm(Ternary(), "two_pass", Residual()), RoundSchedule(2, delay=1, carry=True)),
         (LearningArm(TopK(0.05), "gather", Residual()), RoundSchedule(2, unsent=True)),
+        (LearningArm(ChunkedTopK(k=200), "two_pass", Residual()), RoundSchedule(2, unsent=True, lengthened=True)),
+        (LearningArm(TopK(0.05), "split", Residual()), RoundSchedule(3, delay=2, unsent=True, lengthened=True)),
     ],
-    ids=["ternary", "senders", "qsgd", "late", "carried", "unsent"],
+    ids=["ternary", "senders", "qsgd", "late", "carried", "unsent", "lengthened", "lengthened late"],
 )
 def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningArm, rounds: RoundSchedule) -> None:
     task, model = learn.task_of("digits", "adamw", 6, 7), small_model()
@@ -376,30 +380,13 @@ def test_rounds_of_virtual_ranks_are_the_real_ones(ranks: Ranks, way: LearningAr
         task.clip,
     )
     data = [task.batches(0, rank, 3) for rank in range(3)]
-    for _ in range(7):
-        one.step(data, 0.01)
-    one.synchronise()
+    steps = [one.step(data, 0.01) for _ in range(7)]
+    most = steps[-1] + one.synchronise()
     digests = {digest(each.parameters()) for each in one.models}
     assert len(digests) == 1
     for found, received in ranks(3).run(really_apart, way, rounds):
         assert {found} == digests
-        assert received <= virtual.bytes_received
-
-
-@pytest.mark.parametrize(
-    ("by", "noise", "factor"), [("model", 0.0, 1.0), ("model", 1.0, 2.0), ("tensor", 1.0, 2.0), ("element", 1.0, 2.0)]
-)
-def test_steps_agree_with_those_of_one_optimizer(by: str, noise: float, factor: float) -> None:
-    """Replicas with equal gradients step as they are; those whose gradients are noise move √P times as far."""
-    models = [torch.nn.Linear(300, 20, bias=False) for _ in range(4)]
-    generator, agreement, mean = torch.Generator().manual_seed(0), Agreement(by), 0.0
-    for _ in range(60):
-        signal = torch.randn(20, 300, generator=generator)
-        for model in models:
-            own = torch.randn(20, 300, generator=generator)
-            model.weight.grad = noise * own + (1.0 - noise) * signal
-        mean = float(agreement.factors(models)[0].mean())
-    assert mean == pytest.approx(factor, rel=0.1)
+        assert 0 < received <= most
 
 
 def test_rounds_share_their_bytes_among_steps() -> None:

@@ -39,6 +39,7 @@ from gradwire.hooks.exchanges import possible
 from gradwire.hooks.local_sgd import outer_sgd as outer
 from gradwire.hooks.local_sgd.options import modern
 from gradwire.hooks.local_sgd.outer_sgd import fragments_of
+from gradwire.hooks.local_sgd.step_lengths import StepLengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool, on_ranks
@@ -91,9 +92,9 @@ def parts_and_groups() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(groups, lr=0.02, momentum=0.5)
 
 
-def plain(lr: float = 0.05) -> tuple[nn.Module, torch.optim.Optimizer]:
+def plain(lr: float = 0.05, adaptive: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = perceptron(20, 24)
-    return model, torch.optim.SGD(model.parameters(), lr=lr)
+    return model, (torch.optim.AdamW if adaptive else torch.optim.SGD)(model.parameters(), lr=lr)
 
 
 def train(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Any:
@@ -546,6 +547,74 @@ def test_what_is_not_finite_is_refused_where_one_rank_synchronises_earlier(rank:
     updates.close()
 
 
+# -- lengths of steps -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("noise", "factor"), [(0.0, 1.0), (0.5, 1.26), (1.0, 2.0)])
+def test_steps_are_as_long_as_those_of_one_optimizer(noise: float, factor: float) -> None:
+    """Four ranks with equal gradients step as they are; those whose gradients are noise move √4 times as far. Zeros,
+    and what SGD steps, stay as they are."""
+    shapes = {"large": (50, 40), "small": (3,), "zero": (7,), "other": (5, 5)}
+    generator, ratios = torch.Generator().manual_seed(0), []
+    ranks = []
+    for _ in range(5):  # the last is the first's twin, whose steps stay as they are
+        parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        adaptive = [parameters[name] for name in ("large", "small", "zero")]
+        ranks.append((parameters, [torch.optim.AdamW(adaptive), torch.optim.SGD([parameters["other"]])]))
+    every = [StepLengths(optimizers, parameters, 0) for parameters, optimizers in ranks[:4]]
+    for _ in range(80):
+        signal = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        for rank, (parameters, optimizers) in enumerate(ranks):
+            for name, p in parameters.items():
+                own = noise * torch.randn(p.shape, generator=generator) + (1.0 - noise) * signal[name]
+                p.data.zero_()
+                p.grad = ranks[0][0][name].grad if rank == 4 else own * (name != "zero")
+            for optimizer in optimizers:
+                optimizer.step()
+        norms = [{name: float(p.detach().norm()) for name, p in ranks[which][0].items()} for which in (0, 4)]
+        assert (norms[0]["zero"], norms[0]["other"]) == (0.0, norms[1]["other"])
+        ratios.append(norms[0]["large"] / norms[1]["large"])
+        messages = [lengths.message() for lengths in every]
+        mean = torch.stack(messages).mean(0)
+        for lengths, message in zip(every, messages, strict=True):
+            message.copy_(mean)
+            lengths.arrived()
+            lengths.take(4)
+    assert ratios[0] == 1.0
+    assert sum(ratios[40:]) / 40 == pytest.approx(factor, rel=0.05)
+
+
+@on_ranks(2)
+def test_ranks_lengthen_steps_where_their_gradients_have_noise(rank: int) -> None:
+    """By √2 where gradients of two ranks have nothing in common, whatever one of them sends that is not finite."""
+    model = nn.Module()
+    model.same, model.noise = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
+    generators = [torch.Generator().manual_seed(seed) for seed in (0, 1 + rank)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.0, 0.9), weight_decay=0.0)
+    updates = LocalUpdates(model, optimizer, TopK(0.1), every=1, rounds=Rounds(keep_unsent=True, lengthen_steps=True))
+    lengths = []
+    for number in range(60):
+        before = [p.detach().clone() for p in model.parameters()]
+        for p, generator in zip(model.parameters(), generators, strict=True):
+            p.grad = torch.randn(3000, generator=generator) + (torch.nan if (number, rank) == (30, 1) else 0.0)
+        optimizer.step()
+        if number != 30:
+            moved = [(p.detach() - old).norm() for p, old in zip(model.parameters(), before, strict=True)]
+            lengths.append(torch.stack(moved))
+            updates.step()
+            continue
+        with pytest.raises(RuntimeError, match="round 30 is not finite: rank 1 has NaN or infinity in 'same'"):
+            updates.step()
+        updates.rewind()
+        optimizer.state.clear()
+    same, noise = torch.stack(lengths[-20:]).mean(0).tolist()
+    assert noise / same == pytest.approx(2.0**0.5, rel=0.05)
+    done = updates.statistics()
+    assert (done.elements, done.dense_bytes) == (60 * 6000, 4 * 60 * 6000)
+    updates.close()
+    assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == (0, 0)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr": 0.7, "outer_momentum": 0.9}
@@ -566,6 +635,8 @@ STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr":
         (OneBit(), "gather", {"every": 2, "error_feedback": Residual(dtype=torch.bfloat16)}, 5),
         (TopK(0.1), "union", {"every": 2, "error_feedback": Residual(0.9, torch.int8)}, 5),
         (TopK(0.1), "split", {"every": 4, "fragments": 2, "delay": 1, "keep_unsent": True}, 6),
+        (TopK(0.1), "split", {"every": 4, "fragments": 2, "delay": 1, "keep_unsent": True, "lengthen_steps": True}, 6),
+        (ChunkedTopK(k=20, chunk=256), "two_pass", {"every": 1, "keep_unsent": True, "lengthen_steps": True}, 6),
     ],
     ids=str,
 )
@@ -574,19 +645,21 @@ def test_resuming_is_bit_identical(
     rank: int, codec: Codec, exchange: Any, options: dict[str, Any], save_at: int
 ) -> None:
     """Training that goes on, and training that is saved in the midst of a round and goes on elsewhere."""
-    ends = []
+    ends, adaptive = [], "lengthen_steps" in options
     for save in (False, True):
-        model, optimizer = plain()
+        model, optimizer = plain(adaptive=adaptive)
         updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
         for _ in train(rank, model, optimizer, range(save_at)):
             updates.step()
-        saved = through_a_file([model.state_dict(), updates.state_dict()])  # also folds what owners of slices keep
+        # This also folds what owners of slices keep.
+        saved = through_a_file([model.state_dict(), optimizer.state_dict(), updates.state_dict()])
         if save:
             updates.close()
-            model, optimizer = plain()
+            model, optimizer = plain(adaptive=adaptive)
             updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
             model.load_state_dict(saved[0])
-            updates.load_state_dict(saved[1])
+            optimizer.load_state_dict(saved[1])
+            updates.load_state_dict(saved[2])
         for _ in train(rank, model, optimizer, range(save_at, 13)):
             updates.step()
         updates.synchronise()
@@ -825,6 +898,8 @@ def refused(rank: int, options: dict[str, Any], culprit: int | None) -> str:
         ({"keep_local": True, "delay": 1, "mixing": 0.5}, "leaves nothing to mix"),
         ({"mixing": 1.0}, "mixing=1.0: expected a number in [0, 1)"),
         ({"keep_unsent": None}, "keep_unsent=None: expected True or False"),
+        ({"lengthen_steps": 2.0}, "lengthen_steps=2.0: expected True or False"),
+        ({"lengthen_steps": True}, "lengthen_steps=True with SGD: only optimizers that divide by a second moment"),
         ({"keep_unsent": True, "mixing": 0.5}, "keep_unsent=True with keep_local=False, mixing=0.5"),
         ({"keep_unsent": True, "error_feedback": False}, "keep_unsent=True with error_feedback=False"),
         ({"keep_unsent": True, "error_feedback": Residual(0.9)}, "keep_unsent=True with error_feedback=Residual(decay"),

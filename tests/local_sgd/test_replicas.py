@@ -133,7 +133,8 @@ class Replica:
         try:
             torch.manual_seed(self.number)
             model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 5), nn.BatchNorm1d(5))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            adaptive = self.world.options["rounds"].lengthen_steps if "rounds" in self.world.options else False
+            optimizer = (torch.optim.AdamW if adaptive else torch.optim.SGD)(model.parameters(), lr=0.05)
             options = {"meeting": Meeting(self.world.point.address), **self.world.options}
             calls, loads = options.pop("calls", None), options.pop("loads", None)
             options["meeting"] = options["meeting"] or Meeting(self.world.point.address)
@@ -552,6 +553,7 @@ OPTIONS = st.fixed_dictionaries(
                 Rounds(mixing=0.3),
                 Rounds(keep_unsent=True),
                 Rounds(delay=1, keep_unsent=True),
+                Rounds(keep_unsent=True, lengthen_steps=True),
             ]
         ),
         "error_feedback": st.sampled_from([Residual(), Residual(decay=0.9), Residual(dtype=torch.int8), False]),

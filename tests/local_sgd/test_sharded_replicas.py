@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import ChunkedTopK, LocalUpdates, Meeting, OneBit, Residual, TopK
+from gradwire import ChunkedTopK, LocalUpdates, Meeting, OneBit, Residual, Rounds, TopK
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.local_sgd.meeting.server import MeetingPoint
 from lacking import needs_reduce_scatter
@@ -39,8 +39,9 @@ class Trained:
 
     def __init__(self, mesh: DeviceMesh, seed: int, **options: Any) -> None:
         self.model = sharded(mesh, seed)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.updates = LocalUpdates(self.model, self.optimizer, every=3, error_feedback=Residual(), **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        how = {"every": 3, "error_feedback": Residual(), "rounds": Rounds(lengthen_steps=True)}
+        self.updates = LocalUpdates(self.model, self.optimizer, **how, **options)
         self.ledger = Ledger(self.updates) if "meeting" in options else None
         self.data = torch.Generator().manual_seed(self.updates.member)
 
