@@ -118,6 +118,8 @@ LEARNED = {
     "dgc-topk1": LearningArm(TopK(0.01), "gather", Momentum(MOMENTUM)),
     "dgc-topk9": LearningArm(_top(0.09), "split", Momentum(MOMENTUM, masking=False), begins=75),
     "terngrad": LearningArm(TernGrad(), "two_pass"),
+    "qsgd8": LearningArm(QSGD(bits=8), "two_pass"),
+    "qsgd4": LearningArm(QSGD(), "two_pass"),
     "ternary": LearningArm(Ternary(), "two_pass", Residual()),
     "onebit": LearningArm(OneBit(block=256), "two_pass", Residual()),
     "onebit-bf16": LearningArm(OneBit(block=256), "two_pass", Residual(dtype=torch.bfloat16)),
