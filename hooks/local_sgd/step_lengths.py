@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...compress.formats.layout import Slot
 from ..core.bucket import Bucket
+from ..training.names import renamed
 from ..training.recommend import is_adaptive
 from .initial_sync import local
 
@@ -133,7 +134,8 @@ class StepLengths:
         """Go on from there; parameters that it lacks begin anew."""
         self.next_round = next_round
         self._moments.zero_()
-        read = {what: [pairs.get(name, torch.zeros(2)) for name in self.names] for what, pairs in saved.items()}
+        found = {what: renamed(pairs, self.names) for what, pairs in saved.items()}
+        read = {what: [pairs.get(name, torch.zeros(2)) for name in self.names] for what, pairs in found.items()}
         if "moments" in read:
             self._moments.copy_(torch.stack(read["moments"], 1))
         self._arrived = torch.stack(read["arrived"], 1).to(self._moments) if "arrived" in read else None

@@ -78,7 +78,8 @@ class LocalUpdates(Front):
     2020), DiLoCo with `OuterSGD(lr=0.7, momentum=0.9)` (Douillard et al., 2023), Streaming DiLoCo with
     `Rounds(fragments=…, delay=…, mixing=…)` (Douillard et al., 2025), and SparseLoCo with `ChunkedTopK`,
     `exchange="gather"` and `error_feedback=Residual(decay=0.95)` (Sarfi et al., 2025), as its code has it with
-    `exchange=Aggregate(mean="senders", clip="median")`. With `Rounds(keep_unsent=True)` θ = θ0 - e (Xu et al., 2021).
+    `exchange=Aggregate(mean="senders", clip="median")`. With `Rounds(keep_unsent=True)` θ = θ0 - e (Xu et al., 2021),
+    and with `Rounds(lengthen_steps=True)` local steps are as long as those of one optimizer on the mean gradient.
 
         updates = LocalUpdates(model, optimizer, codec, every=30)
         for batch in data:

@@ -19,7 +19,8 @@ CHUNKED = (
     "a residual. Of all codecs this small, models under adaptive optimizers have ended closest to float32 with it. "
     "What the residual holds back arrives late, which acts as momentum: give the optimizer a β1 of 0.5, as models end "
     "clearly worse with 0.9. Compare losses at your own size first: one model of 116 million parameters ended a fifth "
-    "above float32. Where queries and keys are not normalized, try LocalUpdates with rounds=Rounds(keep_unsent=True)"
+    "above float32. Where queries and keys are not normalized, try LocalUpdates with every=1, "
+    "rounds=Rounds(keep_unsent=True, lengthen_steps=True) and a β1 of 0.9"
 )
 OUTLIERS = (
     "sends the largest elements exactly and the signs of the others, and keeps the rest in a residual. Under SGD the "
