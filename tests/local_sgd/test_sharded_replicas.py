@@ -40,8 +40,8 @@ class Trained:
     def __init__(self, mesh: DeviceMesh, seed: int, **options: Any) -> None:
         self.model = sharded(mesh, seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        how = {"every": 3, "error_feedback": Residual(), "rounds": Rounds(lengthen_steps=True)}
-        self.updates = LocalUpdates(self.model, self.optimizer, **how, **options)
+        how: dict[str, Any] = {"error_feedback": Residual(), "rounds": Rounds(lengthen_steps=True)}
+        self.updates = LocalUpdates(self.model, self.optimizer, every=3, **how, **options)
         self.ledger = Ledger(self.updates) if "meeting" in options else None
         self.data = torch.Generator().manual_seed(self.updates.member)
 
