@@ -174,12 +174,6 @@ LEARNED = {
     "kept5-longer": LearningArm(
         ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5, unsent=True, lengthened=True)
     ),
-    "gathered1-longer": LearningArm(
-        ChunkedTopK(k=1024, values=2), "gather", Residual(), rounds=RoundSchedule(1, unsent=True, lengthened=True)
-    ),
-    "gathered1-half-longer": LearningArm(
-        ChunkedTopK(k=512, values=2), "gather", Residual(), rounds=RoundSchedule(1, unsent=True, lengthened=True)
-    ),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),
     "stages4-q6-q4": _stages(6, 4),
