@@ -188,16 +188,21 @@ def excluded_names(exclude: Exclude | None, parameters: Mapping[str, nn.Paramete
         raise TypeError(
             f"exclude={exclude!r}: expected names such as ['*.bias'], or a predicate (name, parameter) -> bool"
         )
-    found: set[str] = set()
-    for pattern in exclude:
-        inner = unwrapped(pattern)
-        ways = (pattern, inner, inner.removeprefix(OUTERMOST))
-        matching = next(filter(None, (matches(way, parameters) for way in ways)), None)
-        if not matching:
-            first = ", ".join(map(repr, list(parameters)[:4]))
-            raise ValueError(
-                f"exclude: {pattern!r} matches none of the model's parameters ({first}, …): "
-                "give whole names, with '*' for any part, as in '*.bias'"
-            )
-        found |= matching
-    return frozenset(found)
+    return frozenset().union(*(named_by("exclude", pattern, parameters) for pattern in exclude))
+
+
+def named_by(argument: str, pattern: str, names: Collection[str]) -> set[str]:
+    """The names that a pattern of an argument fits.
+
+    Raises:
+        ValueError: it fits none.
+    """
+    inner = unwrapped(pattern)
+    for way in (pattern, inner, inner.removeprefix(OUTERMOST)):
+        if found := matches(way, names):
+            return found
+    first = ", ".join(map(repr, list(names)[:4]))
+    raise ValueError(
+        f"{argument}: {pattern!r} matches none of the model's parameters ({first}, …): "
+        "give whole names, with '*' for any part, as in '*.bias'"
+    )

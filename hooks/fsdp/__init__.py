@@ -5,8 +5,8 @@ Modules that import FSDP, which takes a second or two, are imported on the first
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 import torch.distributed as dist
 from torch import nn
@@ -22,10 +22,17 @@ from .options import FSDPExchange, FSDPOptions, ScatterOptions
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .front import Part
+    from .groups import GroupedState
     from .replicate import FSDPState
     from .shard import ScatterState
 
 __all__ = ["compress_fsdp", "compressed_reduce_scatter", "reduce_rows"]
+
+
+T = TypeVar("T")
+#: A value for all parameter groups, or one by the names of their parameters, in which "*" stands for anything.
+ByName: TypeAlias = T | Mapping[str, T]
 
 
 @overload
@@ -59,19 +66,35 @@ def compress_fsdp(
 ) -> ScatterState: ...
 
 
+@overload
 def compress_fsdp(
     model: nn.Module,
-    codec: Codec | Callable[[int], Codec],
+    codec: ByName[Codec | Callable[[int], Codec]],
     *,
-    mesh: DeviceMesh | None = None,
-    exchange: FSDPExchange = "auto",
-    error_feedback: bool | Literal["auto"] | Feedback = "auto",
-    warmup_steps: int = 0,
-    fallback: Fallback = "auto",
+    mesh: ByName[DeviceMesh | None] = None,
+    exchange: ByName[FSDPExchange] = "auto",
+    error_feedback: ByName[bool | Literal["auto"] | Feedback] = "auto",
+    warmup_steps: ByName[int] = 0,
+    fallback: ByName[Fallback] = "auto",
     exclude: Exclude | None = None,
     seed: int = 0,
     entropy_coding: bool = False,
-) -> FSDPState | ScatterState:
+) -> FSDPState | ScatterState | GroupedState: ...
+
+
+def compress_fsdp(
+    model: nn.Module,
+    codec: ByName[Codec | Callable[[int], Codec]],
+    *,
+    mesh: ByName[DeviceMesh | None] = None,
+    exchange: ByName[FSDPExchange] = "auto",
+    error_feedback: ByName[bool | Literal["auto"] | Feedback] = "auto",
+    warmup_steps: ByName[int] = 0,
+    fallback: ByName[Fallback] = "auto",
+    exclude: Exclude | None = None,
+    seed: int = 0,
+    entropy_coding: bool = False,
+) -> FSDPState | ScatterState | GroupedState:
     """Compress the gradients of a sharded model: between replicas (with `mesh`), or between shards (without).
 
     **With `mesh`**, after `fully_shard(model, mesh=mesh["shard"])`, with `mesh` of two dimensions: FSDP reduces
@@ -85,6 +108,11 @@ def compress_fsdp(
     any codec. Stochastic ones, `QSGD()` and `TernGrad()`, keep nothing; for others every rank keeps a residual as large
     as the unsharded model's gradients, four bytes an element. For slow links between all ranks; it needs torch 2.9.
 
+    **Groups that differ**, as experts and dense layers do: FSDP's parameter groups may be sharded over different
+    meshes, also those of one module (`shard_placement_fn`). For other replicas, other codecs or the other form, give
+    an argument by the names of parameters: `mesh={"*.experts.*": None, "*": mesh["replicate"]}`. The first pattern that
+    fits counts, and one must fit all parameters of a group.
+
     Args:
         model: the model, after `fully_shard` has been called on its parts and on itself.
         codec: a codec, or a function of the step (counted from 0) that returns one, equal on all ranks.
@@ -94,7 +122,8 @@ def compress_fsdp(
             "blocks", for `Identity()` where most of a gradient is zero, and `error_feedback` residuals.
 
     Returns:
-        The state, for statistics and checkpoints; the model holds it, too. Making it is a collective.
+        The state, for statistics and checkpoints; the model holds it, too. Making it is a collective. Where groups
+        differ, a `GroupedState` with the same methods.
 
     Raises:
         TypeError, ValueError: an argument or the model is invalid, here or on another rank, or the ranks disagree.
@@ -102,15 +131,32 @@ def compress_fsdp(
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("compress_fsdp needs torch.distributed: call torch.distributed.init_process_group() first")
-    shared: dict[str, Any] = {"topology": None, "seed": seed, "entropy_coding": entropy_coding}
+    from .groups import GroupedState, divide
+
+    arguments: dict[str, Any] = {"codec": codec, "mesh": mesh, "exchange": exchange, "error_feedback": error_feedback}
+    arguments |= {"warmup_steps": warmup_steps, "fallback": fallback, "exclude": exclude, "topology": None}
+    states: list[FSDPState | ScatterState] = []
+    for part in divide(model, {**arguments, "seed": seed, "entropy_coding": entropy_coding}):
+        try:
+            states.append(_state(model, part))
+        except BaseException:
+            for state in states:
+                state.close()
+            raise
+    return states[0] if len(states) == 1 else GroupedState(states)
+
+
+def _state(model: nn.Module, part: Part) -> FSDPState | ScatterState:
+    """A state for some of the model's parameter groups."""
+    options = dict(part.arguments)
+    mesh, exclude = options.pop("mesh"), options.pop("exclude")
     if mesh is None:
         from .shard import ScatterState
 
-        scatter = ScatterOptions(codec, exchange, error_feedback, warmup_steps, fallback, **shared)
-        return ScatterState(model, scatter, exclude)
+        return ScatterState(model, ScatterOptions(**options), exclude, part)
     from .replicate import FSDPState
 
     if not hasattr(mesh, "get_group"):
         raise TypeError(f'mesh is a {type(mesh).__name__}: expected a DeviceMesh, such as mesh["replicate"]')
-    how = {**shared, "replicas": mesh.size() if mesh.ndim == 1 else 1}
-    return FSDPState(model, FSDPOptions(codec, exchange, error_feedback, warmup_steps, fallback, **how), mesh, exclude)
+    replicas = mesh.size() if mesh.ndim == 1 else 1
+    return FSDPState(model, FSDPOptions(**options, replicas=replicas), mesh, exclude, part)

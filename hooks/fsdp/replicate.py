@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..comm.between_steps import Reentered, between_steps, undivided
 from ..comm.pipeline import Pipeline
 from ..core.bucket import Bucket
+from ..core.checkpoint import Vectors
 from ..core.discarded import DiscardedMeans, Means
 from ..core.options import Exclude
 from ..core.reducer import Step
@@ -22,7 +23,7 @@ from ..core.session import Announcement, digest
 from ..core.statistics import Statistics
 from ..training.autograd_end import raise_at_end, waited
 from . import gloo_reduce_scatter as direct
-from .front import ShardedFront
+from .front import Part, ShardedFront
 from .options import FSDPOptions
 from .torch_internals import Shards, find_shards
 
@@ -56,7 +57,9 @@ class FSDPState(ShardedFront):
     _closed_text = "this FSDPState is closed: call compress_fsdp again"
 
     @torch.inference_mode(False)  # a step changes what is made here
-    def __init__(self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None) -> None:
+    def __init__(
+        self, model: nn.Module, options: FSDPOptions, mesh: DeviceMesh, exclude: Exclude | None, part: Part
+    ) -> None:
         super().__init__()
         self._options = options
         group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
@@ -68,7 +71,7 @@ class FSDPState(ShardedFront):
         self._statistics = Statistics()
         problem: Exception | None = None
         try:
-            self._find(model, mesh)
+            self._find(model, mesh, part.groups())
             self._options.check(self._group.size())
             self._exclude(exclude)
             options.prepare(0, (shards.bucket_dtype for shards in self._shards), self._device)
@@ -243,20 +246,8 @@ class FSDPState(ShardedFront):
         reducer.session.agree("state_dict()", self._step)
         return self._checkpoint.mean_over_ranks(reducer.session)
 
-    @between_steps
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
-
-        Args:
-            state_dict: this state's own, filled by `torch.distributed.checkpoint.load`; or one of the same mesh.
-            strict: False accepts, with a warning, a checkpoint that lacks tensors of this state, or has more.
-
-        Raises:
-            ValueError: the checkpoint is of another format, codec or model. Nothing has changed then.
-        """
-        reducer = self._running()
-        saved, vectors = self._checkpoint.read(state_dict, strict)
-        reducer.flush()
+    def go_on(self, saved: Mapping[str, Any], vectors: Vectors) -> None:
+        self._running().flush()
         self._resume(saved, vectors)
 
     def _made_buckets(self) -> Iterable[Bucket]:
@@ -264,7 +255,7 @@ class FSDPState(ShardedFront):
 
     # -- what must be right ------------------------------------------------------------------------------------------
 
-    def _find(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def _find(self, model: nn.Module, mesh: DeviceMesh, only: Container[int] | None) -> None:
         """Find all of the model's shards, and the names of their parameters.
 
         Raises:
@@ -276,7 +267,7 @@ class FSDPState(ShardedFront):
                 f"mesh has {mesh.ndim} dimensions, {dimensions}: pass the one over which shards are replicated, as in "
                 'compress_fsdp(…, mesh=mesh["replicate"])'
             )
-        found, self._frozen = find_shards(model, "set_all_reduce_hook", self._group.size())
+        found, self._frozen = find_shards(model, "set_all_reduce_hook", self._group.size(), only)
         for shards in found:
             hook, comm = shards.group._all_reduce_hook, getattr(shards.group, "_reduce_scatter_comm", None)
             if hook is not None and hook is not _closed:

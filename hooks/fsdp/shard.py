@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,14 @@ from ..comm.pieces import Started, overlap
 from ..comm.ports import saved_by
 from ..comm.untraced import untraced
 from ..core.bucket import clock
-from ..core.checkpoint import MEAN
+from ..core.checkpoint import MEAN, Vectors
 from ..core.options import Exclude
 from ..core.reducer import Step
 from ..core.report import report, tell
 from ..core.session import Session
 from ..core.statistics import Statistics
 from ..exchanges.reduce_scatter import times_mean
-from .front import ShardedFront
+from .front import Part, ShardedFront
 from .options import ScatterOptions
 from .shard_rows import Unsharded
 from .torch_internals import Shards, divide_factor, find_shards, post_divide
@@ -45,7 +45,7 @@ class ScatterState(ShardedFront):
     """
 
     @torch.inference_mode(False)  # a step changes what is made here
-    def __init__(self, model: nn.Module, options: ScatterOptions, exclude: Exclude | None) -> None:
+    def __init__(self, model: nn.Module, options: ScatterOptions, exclude: Exclude | None, which: Part) -> None:
         super().__init__()
         self._options, self._group, self._statistics = options, dist.group.WORLD, Statistics()
         #: The parts of the pass in progress, by index.
@@ -55,7 +55,7 @@ class ScatterState(ShardedFront):
         self._told: Choice | None = None  # the choice of the last line (`core.report`)
         problem: Exception | None = None
         try:
-            self._found(find_shards(model, "set_custom_reduce_scatter", replicas=1)[0])
+            self._found(find_shards(model, "set_custom_reduce_scatter", 1, which.groups())[0])
             self._group = self._shards[0].process_group
             _check_comms(self._shards)
             options.check(self._shards[0].size)
@@ -250,18 +250,7 @@ class ScatterState(ShardedFront):
         overlap(start(part, name) for part in parts for name in sorted(part.columns))
         return checkpoint.export(MEAN, {RESIDUAL: found})
 
-    @between_steps
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Go on from a checkpoint. Every rank must load one of the same step; the next step compares them.
-
-        Args:
-            state_dict: this state's own, filled by `torch.distributed.checkpoint.load`; or one of as many ranks.
-            strict: False accepts, with a warning, a checkpoint that lacks tensors of this state, or has more.
-
-        Raises:
-            ValueError: the checkpoint is of another format, codec or model. Nothing has changed then.
-        """
-        saved, vectors = self._checkpoint.read(state_dict, strict)
+    def go_on(self, saved: Mapping[str, Any], vectors: Vectors) -> None:
         parts = {name: part for part in self._parts for name in part.columns}
         for part in self._parts:
             part.contribution = part.usual_contribution()
@@ -317,13 +306,7 @@ class _Unequal:
 
 
 def _check_comms(parts: Sequence[Shards]) -> None:
-    """Raise ValueError if the model has another hook or reduce-scatter, or several groups of ranks."""
-    groups = {tuple(dist.get_process_group_ranks(shards.process_group)) for shards in parts}
-    if len(groups) > 1:
-        raise ValueError(
-            f"the model's FSDP modules are sharded over {len(groups)} groups of ranks: compress_fsdp without mesh "
-            "takes a model that is sharded over one"
-        )
+    """Raise ValueError if the model has another hook or reduce-scatter."""
     for shards in parts:
         comm = shards.group._reduce_scatter_comm
         if type(comm).__name__ != "DefaultReduceScatter" or shards.group._all_reduce_hook is not None:

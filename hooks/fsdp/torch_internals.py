@@ -7,7 +7,7 @@ on FSDP's private attributes is in this file.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import reduce
 from typing import Any
 
@@ -67,11 +67,6 @@ def parameter_groups(module: Any) -> list[Any]:
 def check_group(name: str, groups: list[Any]) -> None:
     """Raise ValueError for a module whose gradients the hooks do not see, or see too late."""
     where = f"module {name!r}" if name else "the model"
-    if len(groups) > 1:
-        raise ValueError(
-            f"{where} has {len(groups)} parameter groups, as its shard_placement_fn spreads its parameters over "
-            "several meshes, and FSDP's hooks do not tell them apart: call fully_shard on parts with one each"
-        )
     for group in groups:
         mesh = group.mesh_info
         if not hasattr(mesh, "shard_mesh_size"):
@@ -83,21 +78,39 @@ def check_group(name: str, groups: list[Any]) -> None:
             )
 
 
-def find_shards(model: nn.Module, hook: str, replicas: int) -> tuple[list[Shards], list[Shards]]:
-    """The model's parameter groups with gradients, for a hook that is set by this method, and its frozen ones.
+def every_shards(model: nn.Module, hook: str, replicas: int = 1) -> list[Shards]:
+    """All of the model's parameter groups, for a hook that is set by this method.
 
     Raises:
         TypeError, ValueError, RuntimeError: the model cannot be compressed.
     """
-    names = names_of(model)
-    found, frozen = list[Shards](), list[Shards]()
+    names, every, index = names_of(model), list[Shards](), 0
     for module_name, module in fsdp_modules(model, hook):
         groups = parameter_groups(module)
         check_group(module_name, groups)
         for group in groups:
-            shards = Shards(len(found), unwrapped(module_name), group, names, replicas)
-            (found if shards.parameters else frozen).append(shards)
-    known = {id(p.sharded_param) for shards in found for p in shards.parameters.values()}
+            every.append(Shards(index, unwrapped(module_name), group, names, replicas))
+            index += bool(every[-1].parameters)
+    if not index:
+        raise ValueError("none of the model's FSDP modules has a parameter that requires gradients")
+    return every
+
+
+def find_shards(
+    model: nn.Module, hook: str, replicas: int, only: Container[int] | None
+) -> tuple[list[Shards], list[Shards]]:
+    """The model's parameter groups with gradients, for a hook that is set by this method, and its frozen ones.
+
+    Args:
+        only: the ids of FSDP's groups to take; None: all.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the model cannot be compressed.
+    """
+    every = every_shards(model, hook, replicas)
+    mine = [shards for shards in every if only is None or id(shards.group) in only]
+    found, frozen = ([s for s in mine if bool(s.parameters) == trained] for trained in (True, False))
+    known = {id(p.sharded_param) for shards in every for p in shards.parameters.values()}
     named = dict(model.named_parameters())
     by_rows = sparse_names(model, named)  # left to `reduce_rows`
     others = [n for n, p in named.items() if p.requires_grad and id(p) not in known and n not in by_rows]
@@ -105,10 +118,8 @@ def find_shards(model: nn.Module, hook: str, replicas: int) -> tuple[list[Shards
         warnings.warn(
             f"parameter {others[0]!r} is in no FSDP module: neither FSDP nor gradwire reduces its gradient: "
             "call fully_shard on the whole model too",
-            stacklevel=6,
+            stacklevel=7,
         )
-    if not found:
-        raise ValueError("none of the model's FSDP modules has a parameter that requires gradients")
     check_dtypes({name: p.sharded_param for shards in found for name, p in shards.parameters.items()})
     for shards in found:
         if shards.dtype not in DTYPES:
@@ -120,13 +131,14 @@ class Shards:
     """One parameter group: this rank's shards of its gradients, flat as FSDP passes them.
 
     Args:
-        index: identifies the group, alike on all ranks.
+        index: identifies the group among those with gradients, alike on all ranks.
         module: the name of FSDP's module.
         group: FSDP's parameter group.
         names: the parameters' names by their id.
         replicas: number of ranks that have the same shards.
 
     Attributes:
+        names: the names of all of its parameters, of frozen ones too.
         slots: the places of all parameters' shards, each padded to the rows of the longest.
         dtype: the widest dtype that FSDP passes.
         used: names of the parameters that FSDP reduces now.
@@ -136,6 +148,7 @@ class Shards:
         self.index, self.module, self.group, self._replicas = index, module, group, replicas
         self.rank, self.size = group.mesh_info.shard_mesh_rank, group.mesh_info.shard_mesh_size
         self.parameters: dict[str, Any] = {}
+        self.names = [names[id(parameter.sharded_param)] for parameter in group.fsdp_params]
         slots, start = [], 0
         for parameter in reduce_order(group):
             if parameter.sharded_param.requires_grad:
@@ -487,9 +500,11 @@ class ByHand:
     def __init__(self, model: nn.Module, ended: Callable[[], None], discarded: Callable[[], None]) -> None:
         states: dict[Any, None] = {m._get_fsdp_state(): None for m in model.modules() if isinstance(m, FSDPModule)}
         self._states = [state for state in states if hasattr(state, "wait_for_gradient_reduction")]
-        self._ended, self._discarded = ended, discarded
+        self.ended, self.discarded = ended, discarded
         for state in self._states:  # the root is not known before the first forward pass
-            self._watch(state)
+            if not hasattr(state, _OBSERVERS):
+                _observe(state)
+            getattr(state, _OBSERVERS).append(self)
 
     @property
     def active(self) -> bool:
@@ -499,20 +514,29 @@ class ByHand:
     def detach(self) -> None:
         """Stop observing."""
         for state in self._states:
-            del state.wait_for_gradient_reduction, state._reset_iter_state
+            getattr(state, _OBSERVERS).remove(self)
+            if not getattr(state, _OBSERVERS):
+                del state.wait_for_gradient_reduction, state._reset_iter_state, state.__dict__[_OBSERVERS]
         self._states = []
 
-    def _watch(self, state: Any) -> None:
-        wait, reset = state.wait_for_gradient_reduction, state._reset_iter_state
 
-        def waited(*arguments: Any) -> None:
-            by_hand = self.active
-            wait(*arguments)
-            if by_hand:
-                self._ended()
+#: The attribute of an FSDP state with its `ByHand`s: a model has one for each of its states.
+_OBSERVERS = "_gradwire_observers"
 
-        def discarded() -> None:
-            self._discarded()
-            reset()
 
-        state.wait_for_gradient_reduction, state._reset_iter_state = untraced(waited), untraced(discarded)
+def _observe(state: Any) -> None:
+    wait, reset, observers = state.wait_for_gradient_reduction, state._reset_iter_state, list[ByHand]()
+
+    def waited(*arguments: Any) -> None:
+        by_hand = [each for each in observers if each.active]
+        wait(*arguments)
+        for each in by_hand:
+            each.ended()
+
+    def discarded() -> None:
+        for each in observers:
+            each.discarded()
+        reset()
+
+    state.wait_for_gradient_reduction, state._reset_iter_state = untraced(waited), untraced(discarded)
+    setattr(state, _OBSERVERS, observers)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_drawn import (
     EVENTS,
+    LAYOUTS,
     Ranks,
     Sharded,
     loads_on,
@@ -44,7 +45,7 @@ from gradwire import (
 )
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.exchanges import possible
-from gradwire.hooks.fsdp.torch_internals import check_group, fsdp_modules, post_divide
+from gradwire.hooks.fsdp.torch_internals import fsdp_modules, post_divide
 from hypothesis import strategies as st
 from lacking import GIVES_ZEROS, RESETS, needs_reduce_scatter, needs_reset
 from often import by_time
@@ -324,11 +325,6 @@ def test_gradients_go_to_their_owners_directly(rank: int) -> None:
     assert group._reduce_scatter_comm is plain
 
 
-def test_modules_that_cannot_be_told_apart_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'block' has 2 parameter groups.*call fully_shard on parts"):
-        check_group("block", [object(), object()])
-
-
 def test_torch_must_be_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(FSDPModule, "set_all_reduce_hook")
     with pytest.raises(RuntimeError, match=r"set_all_reduce_hook, which torch has from 2.7 on; this is"):
@@ -380,18 +376,21 @@ def setups(draw: st.DrawFn) -> Sharded:
     feedbacks: list[Any] = [True, True, Residual(), Tracking(), Lead(), Residual(decay=0.9)]
     feedbacks += [Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)]
     feedbacks += [Momentum(0.9, clip=None)] if sparse else []
+    layout = draw(st.sampled_from(["", "", *LAYOUTS]))
+    divides = ["no", "no", "forced", *([] if layout else ["shards"])]  # Gloo has no sums for FSDP's other factors
     return Sharded(
         mesh=draw(st.sampled_from([(2, 2), (2, 1), (1, 2), (4, 1)])),
         codec=codec,
         feedback=False if codec == QSGD() else draw(st.sampled_from(feedbacks)),
         exchange=draw(st.sampled_from(["auto", *possible(codec)])),
         reduce=draw(st.sampled_from([None, None, torch.bfloat16, torch.float16])),
-        divide=draw(st.sampled_from(["no", "no", "shards", "forced"])),
+        divide=draw(st.sampled_from(divides)),
         exclude=draw(st.booleans()),
         zeros=GIVES_ZEROS and draw(st.booleans()),
         offload=draw(st.booleans()),
         entropy_coding=draw(st.booleans()),
         inline=draw(st.booleans()),
+        layout=layout,
     )
 
 

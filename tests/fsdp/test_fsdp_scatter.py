@@ -134,7 +134,7 @@ class Noted:
 def test_what_a_checkpoint_collects_is_all_under_way(rank: int) -> None:
     """What a checkpoint starts and waits for, in order, after the ranks have agreed to make one."""
     setup, events = Sharded((1, 2), OneBit(), scatter=True), list[str]()
-    model = sharded(setup, mesh_of((1, 2))["shard"])
+    model = sharded(setup)
     state = fsdp_drawn.compressed(setup, model)
     one_pass(rank, model, 0, "step")
     plain = Group.all_to_all

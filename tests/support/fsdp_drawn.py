@@ -23,15 +23,20 @@ from gradwire.hooks.comm.group import Group
 from gradwire.hooks.fsdp.replicate import FSDPState
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from lacking import RESETS
+from lacking import RESETS, needs
 from ranks import Pool
 from rounded import counted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from training import digest, told
 
 Ranks = Callable[[int], Pool]
+FSDPMeshInfo: Any = _fsdp_common.FSDPMeshInfo
+HSDPMeshInfo: Any = _fsdp_common.HSDPMeshInfo
+ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+PLACES = needs("FSDP2's ShardPlacementResult", ShardPlacementResult is not None)
 
 EVENTS = ("step", "each", "local", "hold", "raise", "save")
 #: How far a law may be off, relative to all that went in: what is reduced in fewer digits is rounded by FSDP too.
@@ -51,6 +56,9 @@ class Sharded(Short):
         inline: whether exchanges are launched where they are submitted, as over NCCL.
         scatter: whether gradients are compressed between shards, not between replicas.
         warmup: so many steps are not compressed.
+        layout: where some parameters are. "crossed": others' replicas are their shards. "placed": the same, inside of
+            others' modules. "flat": sharded over all ranks, and compressed there. "experts": sharded over half of the
+            ranks, without replicas. "": as all others.
     """
 
     mesh: tuple[int, int]
@@ -66,6 +74,7 @@ class Sharded(Short):
     scatter: bool = False
     warmup: int = 0
     entropy_coding: bool = False
+    layout: str = ""
 
     @property
     def keeps_gradients(self) -> bool:
@@ -77,8 +86,9 @@ class Sharded(Short):
     @property
     def is_exact(self) -> bool:
         """Whether HSDP's sums are of two replicas, its divisions by powers of two, and both rounded where ours are."""
+        sums = {"": self.mesh[:1], "flat": (self.mesh[0] * self.mesh[1],)}.get(self.layout, self.mesh)
         simple = (
-            (self.mesh[1] if self.scatter else self.mesh[0]) <= 2
+            max(self.mesh[1:] if self.scatter else sums) <= 2
             and self.reduce is not torch.float16
             and self.divide != "forced"
         )
@@ -118,23 +128,56 @@ def _raise(grad: Tensor) -> None:
     raise Stopped
 
 
-_meshes: dict[tuple[int, int], DeviceMesh] = {}
+_meshes: dict[tuple[int, int, bool], DeviceMesh] = {}
 
 
-def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
-    """A mesh of this process, which makes its groups once."""
-    if shape not in _meshes:
-        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return _meshes[shape]
+def mesh_of(shape: tuple[int, int], crossed: bool = False) -> DeviceMesh:
+    """A mesh of this process, which makes its groups once; `crossed`: its shards are the replicas of the other one."""
+    key, names = (*shape, crossed), ("replicate", "shard")
+    if key not in _meshes:
+        if crossed:
+            _meshes[key] = DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape).t(), mesh_dim_names=names)
+        else:
+            _meshes[key] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _meshes[key]
 
 
-def sharded(setup: Sharded, mesh: DeviceMesh) -> Any:
+#: Layouts that this torch has.
+LAYOUTS = [
+    "crossed",
+    *(["flat"] if hasattr(FSDPModule, "set_custom_reduce_scatter") else []),
+    *(["placed"] if ShardPlacementResult is not None else []),
+]
+#: The parameters that a layout places apart.
+APART = "block.*", "twice.*"
+PLACED = "scale", "block.0.weight", "twice.bias"
+
+
+def elsewhere(setup: Sharded) -> DeviceMesh:
+    """The mesh of the parameters that are placed apart, of two dimensions; that of replicas is not used by others."""
+    if setup.layout == "flat":
+        return mesh_of((1, setup.mesh[0] * setup.mesh[1]))
+    if setup.layout == "experts":
+        return mesh_of((2, setup.mesh[1] // 2))
+    return mesh_of(setup.mesh, crossed=True)
+
+
+def sharded(setup: Sharded, native: bool = False) -> Any:
+    """A model; `native`: FSDP sums over its replicas, too."""
     model: Any = Parts()
     offload = CPUOffloadPolicy(pin_memory=False) if setup.offload else OffloadPolicy()
-    how: Any = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=setup.reduce), "offload_policy": offload}
+    how: Any = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=setup.reduce), "offload_policy": offload}
+    mesh, other = (m if native and not setup.scatter else m["shard"] for m in (mesh_of(setup.mesh), elsewhere(setup)))
+    if setup.layout in ("flat", "experts"):
+        other = elsewhere(setup)["shard"]
+    if setup.layout == "placed":
+        placed = {model.get_parameter(name) for name in PLACED}
+        info: Any = HSDPMeshInfo(other, 1, 0) if other.ndim == 2 else FSDPMeshInfo(other, 0)
+        how["shard_placement_fn"] = lambda p: ShardPlacementResult(None, info) if p in placed else None
     for part in (model.first, model.turns, model.block, model.twice):
-        fully_shard(part, **how)
-    fully_shard(model, **how)
+        apart = setup.layout not in ("", "placed") and part in (model.block, model.twice)
+        fully_shard(part, mesh=other if apart else mesh, **how)
+    fully_shard(model, mesh=mesh, **how)
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             if setup.divide != "no":
@@ -146,16 +189,28 @@ def sharded(setup: Sharded, mesh: DeviceMesh) -> Any:
 
 
 def compressed(setup: Sharded, model: nn.Module) -> Any:
-    how: Any = {"exchange": setup.exchange, "error_feedback": setup.feedback, "warmup_steps": setup.warmup}
+    how: dict[str, Any] = {"exchange": setup.exchange, "error_feedback": setup.feedback, "warmup_steps": setup.warmup}
     how["entropy_coding"] = setup.entropy_coding
     if not setup.scatter:
         how |= {"mesh": mesh_of(setup.mesh)["replicate"], "fallback": None}  # not by what this machine measures
+        if setup.layout:
+            apart: dict[str, Any] = {"mesh": elsewhere(setup)["replicate"], "fallback": None}
+            if setup.layout == "flat":
+                apart = {"mesh": None, "fallback": "auto", "exchange": "auto", "error_feedback": "auto"}
+            names = PLACED if setup.layout == "placed" else APART
+            how |= {key: {**dict.fromkeys(names, value), "*": how[key]} for key, value in apart.items()}
     with pytest.MonkeyPatch.context() as patch:
         if setup.inline:
             patch.setattr(Group, "blocks", staticmethod(lambda group, device: False))
         state = compress_fsdp(model, setup.codec, exclude=["*.bias"] if setup.exclude else None, **how)
-    assert setup.scatter or state._running().session.pipeline.threaded != setup.inline
+    for part in parts_of(state):
+        assert part._reducer is None or part._running().session.pipeline.threaded != setup.inline
     return state
+
+
+def parts_of(state: Any) -> Sequence[Any]:
+    """The states of parameter groups that differ, or a single one."""
+    return getattr(state, "parts", (state,))
 
 
 def local(x: Any) -> Tensor:
@@ -225,14 +280,13 @@ def _play(rank: int, setup: Sharded, events: Sequence[str]) -> dict[str, Any]:
         "total", here;
         "equal": whether all gradients were as HSDP's, bit for bit; "digests" of the shards after each step.
     """
-    mesh = mesh_of(setup.mesh)
-    native, ours = sharded(setup, mesh["shard"] if setup.scatter else mesh), sharded(setup, mesh["shard"])
+    native, ours = sharded(setup, native=True), sharded(setup)
     state = compressed(setup, ours)
     off = {name: torch.zeros_like(p) for name, p in locals_of(ours).items()}
     total, equal, digests = 0.0, True, []
     for number, event in enumerate(events):
         if event == "save":
-            if any(shards.held for shards in state._shards):
+            if any(shards.held for part in parts_of(state) for shards in part._shards):
                 assert "save after that" in _refusal(state)
                 continue
             state = saved_and_loaded(setup, ours, state)
@@ -269,14 +323,14 @@ def _play(rank: int, setup: Sharded, events: Sequence[str]) -> dict[str, Any]:
                     p.to_local().copy_(q.to_local())
             native.zero_grad()
             ours.zero_grad()
-            digests.append(digest(p.to_local() for p in ours.parameters()))
+            places = {name: (name, p.device_mesh.get_local_rank()) for name, p in ours.named_parameters()}
+            digests.append({places[name]: digest([p.to_local()]) for name, p in ours.named_parameters()})
     for name, residual in residuals(state.state_dict()).items():
         off[name] -= residual.to_local().double()
     state.close()
     size = (total or 1.0) ** 0.5
     law = sum(float(x.square().sum()) for x in off.values()) ** 0.5 / size
-    place = tuple(mesh.get_coordinate() or ())
-    return {"law": law, "total": size, "equal": equal, "digests": digests, "place": place}
+    return {"law": law, "total": size, "equal": equal, "digests": digests}
 
 
 def _refusal(state: FSDPState) -> str:
@@ -288,7 +342,7 @@ def _refusal(state: FSDPState) -> str:
 
 def _kept(state: Any) -> set[str]:
     """Of which parameters that is kept which a pass has sent that raised: where a step goes dense, nothing is."""
-    return set(state._feedback.by_name())
+    return {name for part in parts_of(state) for name in part._feedback.by_name()}
 
 
 def through_a_checkpoint(
@@ -296,7 +350,7 @@ def through_a_checkpoint(
 ) -> dict[str, Tensor]:
     """Train a little on a mesh and save, or load on it and go on; the residuals, whole, by name."""
     setup = Sharded(shape, OneBit(), scatter=scatter and shape[0] == 1)
-    model = sharded(setup, mesh_of(shape)["shard"])
+    model = sharded(setup)
     state = compressed(setup, model)
     if write:
         for number in range(3):
@@ -336,9 +390,10 @@ def wrong(setup: Sharded, results: Sequence[dict[str, Any]]) -> Iterator[str]:
     # A rank's part of a residual is the optimizer's business once at the most.
     rounded = sum(result["rounded"] for result in results)
     for rank, result in enumerate(results):
-        peer = next(other for other in results if other["place"][1] == result["place"][1])
-        if result["digests"] != peer["digests"]:
-            yield f"rank {rank} has other parameters than the replica at {peer['place']}"
+        for other, peer in enumerate(results[:rank] if not setup.scatter else ()):
+            for step, (mine, theirs) in enumerate(zip(result["digests"], peer["digests"], strict=True)):
+                if differing := [place for place in mine.keys() & theirs.keys() if mine[place] != theirs[place]]:
+                    yield f"step {step}: ranks {other} and {rank} have different shards of {sorted(differing)}"
         if setup.keeps_gradients and result["law"] > TOLERANCE[setup.reduce] + 1.01 * rounded:
             yield f"rank {rank}: the law is off by {result['law']:.1e}"
         if setup.codec.lossless and setup.is_exact and not result["equal"]:
