@@ -18,6 +18,8 @@ BY_HAND = needs_fsdp("set_manual_backward_finalization")
 #: FSDP heeds `grad_dtype` since the same version.
 MIXED = needs("FSDP2 with grad_dtype", hasattr(FSDPModule, "set_manual_backward_finalization"))
 FORMS = pytest.mark.parametrize("scatter", [False, True], ids=["between replicas", "between shards"])
+#: One state, and one for each group.
+CODECS = pytest.mark.parametrize("codec", [OneBit(), {"1.*": OneBit(), "*": OneBit()}], ids=["one", "by group"])
 
 
 class Block(nn.Module):
@@ -54,16 +56,16 @@ def grads_of(model: nn.Module) -> list[Tensor]:
     return [grad.to_local().clone() for grad in grads]
 
 
-def compressed(model: nn.Module, codec: Codec, mesh: Any) -> Any:
+def compressed(model: nn.Module, codec: Codec | dict[str, Codec], mesh: Any) -> Any:
     """By a way that no measurement decides."""
     how: dict[str, Any] = {} if mesh is None else {"exchange": "gather"}
     return compress_fsdp(model, codec, mesh=mesh, **how)
 
 
-def finalized(rank: int, scatter: bool, passes: int, asynchronous: bool) -> None:
+def finalized(rank: int, codec: Any, scatter: bool, passes: int, asynchronous: bool) -> None:
     """By hand as by FSDP; with several passes these are reduced in the end alone."""
     (_, *ours), mesh = models(scatter, 3)
-    states = [compressed(model, OneBit(), mesh) for model in ours]
+    states = [compressed(model, codec, mesh) for model in ours]
     for step in range(3):
         for model, by_hand in zip(ours, (False, True), strict=True):
             torch.manual_seed(10 * step + rank)
@@ -88,15 +90,18 @@ def finalized(rank: int, scatter: bool, passes: int, asynchronous: bool) -> None
 
 @BY_HAND
 @FORMS
+@CODECS
 @pytest.mark.parametrize(("passes", "asynchronous"), [(1, False), (2, True)], ids=["one pass", "two, waited for later"])
-def test_a_pass_that_the_caller_finalizes(ranks: Ranks, scatter: bool, passes: int, asynchronous: bool) -> None:
-    ranks(2 if scatter else 4).run(finalized, scatter, passes, asynchronous)
+def test_a_pass_that_the_caller_finalizes(
+    ranks: Ranks, codec: Any, scatter: bool, passes: int, asynchronous: bool
+) -> None:
+    ranks(2 if scatter else 4).run(finalized, codec, scatter, passes, asynchronous)
 
 
-def given_up(rank: int, scatter: bool) -> None:
+def given_up(rank: int, codec: Any, scatter: bool) -> None:
     """What a pass has sent that is reset before it is finalized, is sent again; the next ones go on."""
     (_, model), mesh = models(scatter, 2)
-    state = compressed(model, OneBit(), mesh)
+    state = compressed(model, codec, mesh)
     model.set_manual_backward_finalization(True)
     model(torch.ones(4, 9) + rank).square().mean().backward()  # reduces the first group, and leaves the other
     model.reset_iter_state()
@@ -112,8 +117,9 @@ def given_up(rank: int, scatter: bool) -> None:
 
 @BY_HAND
 @FORMS
-def test_a_pass_that_is_given_up_before_it_is_finalized(ranks: Ranks, scatter: bool) -> None:
-    ranks(2 if scatter else 4).run(given_up, scatter)
+@CODECS
+def test_a_pass_that_is_given_up_before_it_is_finalized(ranks: Ranks, codec: Any, scatter: bool) -> None:
+    ranks(2 if scatter else 4).run(given_up, codec, scatter)
 
 
 BF16 = torch.bfloat16
