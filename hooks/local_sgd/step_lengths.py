@@ -55,14 +55,14 @@ class StepLengths:
         self.names = [name for name, p in parameters.items() if id(p) in theirs]
         self._places = {id(parameters[name]): place for place, name in enumerate(self.names)}
         count, device = len(self.names), local(parameters[self.names[0]]).device
-        self._samples = torch.zeros(count * SAMPLES + count, device=device)
+        self._samples = torch.zeros(count * SAMPLES + count, dtype=torch.float32, device=device)
         self._rows = self._samples[: count * SAMPLES].view(count, SAMPLES)
         self._buffer = torch.zeros_like(self._samples)
         slots = (Slot("samples of gradients", 0, (self._buffer.numel(),), (1,)),)
         self.bucket = Bucket(index, [self._buffer], slots, frozenset({slots[0].name}), self._buffer)
         self.bucket.of_gradients = False
         #: Rows of E[g²] and of E[ḡ²], summed over each tensor's samples; and those of a mean that is not in them yet.
-        self._moments = torch.zeros(2, count, device=device)
+        self._moments = torch.zeros(2, count, dtype=torch.float32, device=device)
         self._arrived: Tensor | None = None
         self._more: Sequence[Tensor] | None = None  # the factors less 1
         self.next_round = 0  # which elements are samples depends on it
@@ -116,7 +116,7 @@ class StepLengths:
     def take(self, ranks: int) -> None:
         """Go on with what has arrived, from so many ranks."""
         if self._arrived is not None:
-            weight = torch.where(self._arrived.isfinite().all(), WEIGHT, 0.0)
+            weight = WEIGHT * self._arrived.isfinite().all().float()
             self._moments.lerp_(self._arrived.nan_to_num(0.0, 0.0, 0.0), weight)
             self._arrived = None
             self._follow_moments(ranks)
@@ -135,8 +135,9 @@ class StepLengths:
         self.next_round = next_round
         self._moments.zero_()
         found = {what: renamed(pairs, self.names) for what, pairs in saved.items()}
-        read = {what: [pairs.get(name, torch.zeros(2)) for name in self.names] for what, pairs in found.items()}
+        new = self._moments[:, 0].clone()
+        read = {what: [pairs.get(name, new).to(new) for name in self.names] for what, pairs in found.items()}
         if "moments" in read:
             self._moments.copy_(torch.stack(read["moments"], 1))
-        self._arrived = torch.stack(read["arrived"], 1).to(self._moments) if "arrived" in read else None
+        self._arrived = torch.stack(read["arrived"], 1) if "arrived" in read else None
         self._follow_moments(ranks)
