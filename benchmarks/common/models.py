@@ -41,7 +41,7 @@ def perceptron(width: int, layers: int, batch: int) -> Built:
 
 
 def seed_by_rank() -> None:
-    """What is drawn from now on differs between ranks."""
+    """Let ranks draw different numbers from now on."""
     torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
 
 

@@ -90,7 +90,7 @@ class Task:
 
     @property
     def stepped(self) -> bool:
-        """Whether `gradwire-bench step` makes it."""
+        """True if `gradwire-bench step` makes it."""
         return self.section in STEPPED
 
 

@@ -67,6 +67,8 @@ class IndependentReplicas:
         ]
         every = zip(self.models, self.optimizers, strict=True) if rounds.lengthened else ()
         self.lengths = [StepLengths(optimizers, dict(one.named_parameters()), 0) for one, optimizers in every]
+        for one in self.lengths:
+            one.watch()
         self.samples = None
         if self.lengths:
             samples, how = self.lengths[0].bucket, (ranks.codec, ranks.exchange, None)

@@ -98,9 +98,9 @@ class Loopback(Processes):
     delay: float = 0.0
     burst = 0
     per_node = 1
-    #: What counts the bytes that a rank sends.
+    #: The counter of the bytes that a rank sends, for captions.
     counter = "the kernel"
-    #: Whether links that are slower than their rate are refused always, and how much slower that is.
+    #: `strict`: links that are slower than their rate by more than `tolerance` are always refused.
     strict, tolerance = False, verification.TOLERANCE
 
     def run_proven(

@@ -139,7 +139,7 @@ def earlier(file: str | None, result: Mapping[str, Any]) -> list[dict[str, Any]]
 
 
 def identity(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What is the same in all of a document, as JSON has it."""
+    """The arguments and the machine that a file must have in common with this run, as JSON has them."""
     arguments = {name: value for name, value in result["arguments"].items() if name not in ("rates", "worlds")}
     same = arguments | {name: result["environment"].get(name) for name in ("cpu", "gpu", "torch", "revision")}
     return dict(json.loads(json.dumps(same)))
@@ -227,7 +227,7 @@ def measure(
 
 @torch.no_grad()
 def replicas_equal(model: nn.Module) -> bool:
-    """Whether all ranks have the same bits in every parameter, by two sums of them. A collective."""
+    """True if all ranks have the same bits in every parameter, by two sums of them. A collective."""
     lowest = torch.stack([sums(parameter) for parameter in model.parameters()])
     highest = lowest.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -329,7 +329,7 @@ def by_rate(result: Mapping[str, Any], networks: Sequence[Mapping[str, Any]]) ->
 
 
 def worked(row: Mapping[str, Any]) -> bool:
-    """Whether the arm did not fail."""
+    """True unless the arm failed."""
     return "failed" not in row
 
 

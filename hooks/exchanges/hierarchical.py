@@ -45,8 +45,8 @@ class Hierarchical(Exchange):
         self.inner = inner(codec, own, own_extra, device, between)
         self.reads_step = self.inner.reads_step
         # A row for each rank of the node: its slice of the gradient, then its slice of the extra elements. That rank's
-        # means arrive in the same memory, as it sends them only once it has all ranks' gradients. Of
-        # messages none carries this rank's own row, so the mean over the node has its place.
+        # means arrive in the same memory, as it sends them only once it has all ranks' gradients. No message carries
+        # this rank's own row, so the mean over the node has its place.
         width = self.slice + -(-extra // ranks)
         self.sent = torch.zeros(ranks, width, dtype=torch.float32, device=device)
         self.averages = inside.launches(device)

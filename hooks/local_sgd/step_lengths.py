@@ -12,6 +12,7 @@ from ...compress.formats.layout import Slot
 from ..core.bucket import Bucket
 from ..training.names import renamed
 from ..training.recommend import is_adaptive
+from ..training.weak_method import weakly
 from .initial_sync import local
 
 #: Elements of a tensor that ranks compare in a round.
@@ -54,7 +55,7 @@ class StepLengths:
         theirs = {id(p) for optimizer in adaptive for group in optimizer.param_groups for p in group["params"]}
         self.names = [name for name, p in parameters.items() if id(p) in theirs]
         self._places = {id(parameters[name]): place for place, name in enumerate(self.names)}
-        count, device = len(self.names), local(parameters[self.names[0]]).device
+        count, device = len(self.names), local(next(iter(parameters.values()))).device
         self._samples = torch.zeros(count * SAMPLES + count, dtype=torch.float32, device=device)
         self._rows = self._samples[: count * SAMPLES].view(count, SAMPLES)
         self._buffer = torch.zeros_like(self._samples)
@@ -67,10 +68,13 @@ class StepLengths:
         self._more: Sequence[Tensor] | None = None  # the factors less 1
         self.next_round = 0  # which elements are samples depends on it
         self._before: list[tuple[int, Tensor, Tensor]] = []
-        self._handles: list[Any] = []
-        for optimizer in adaptive:
-            self._handles.append(optimizer.register_step_pre_hook(self._begins))
-            self._handles.append(optimizer.register_step_post_hook(self._ends))
+        self._optimizers, self._handles = adaptive, list[Any]()
+
+    def watch(self) -> None:
+        """Sample gradients and lengthen steps from now on, while this object lives."""
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(weakly(self._begins)))
+            self._handles.append(optimizer.register_step_post_hook(weakly(self._ends)))
 
     def remove(self) -> None:
         """Leave steps as they are from now on."""
@@ -80,16 +84,19 @@ class StepLengths:
     @torch.no_grad()
     def _begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._before.clear()
+        rows, samples = list[Tensor](), list[Tensor]()
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             place = self._places.get(id(p))
             if place is None or p.grad.is_sparse:
                 continue
             own, grad = local(p.detach()), local(p.grad).reshape(-1)
             apart = max(1, grad.numel() // SAMPLES)
-            chosen = grad[int(self.next_round * GOLDEN % 1.0 * apart) :: apart][:SAMPLES]
-            self._rows[place, : chosen.numel()].copy_(chosen)
+            samples.append(grad[int(self.next_round * GOLDEN % 1.0 * apart) :: apart][:SAMPLES])
+            rows.append(self._rows[place, : samples[-1].numel()])
             if self._more is not None:
                 self._before.append((place, own, own.clone()))
+        if rows:
+            torch._foreach_copy_(rows, samples)
 
     @torch.no_grad()
     def _ends(self, *_: Any) -> None:
@@ -101,7 +108,7 @@ class StepLengths:
         self._before.clear()
 
     def message(self) -> Tensor:
-        """What ranks are to take the mean of, about their last step; the memory is the same in every call."""
+        """Samples of this rank's last step, to be replaced by the ranks' mean; the same memory in every call."""
         self.next_round += 1
         self._samples[self._rows.numel() :].copy_(self._rows.square().sum(1))
         self._buffer.copy_(self._samples)
@@ -116,8 +123,7 @@ class StepLengths:
     def take(self, ranks: int) -> None:
         """Go on with what has arrived, from so many ranks."""
         if self._arrived is not None:
-            weight = WEIGHT * self._arrived.isfinite().all().float()
-            self._moments.lerp_(self._arrived.nan_to_num(0.0, 0.0, 0.0), weight)
+            self._moments.lerp_(self._arrived.nan_to_num(0.0, 0.0, 0.0), WEIGHT)  # a scaler skips what is not finite
             self._arrived = None
             self._follow_moments(ranks)
 
@@ -131,13 +137,12 @@ class StepLengths:
         return {what: dict(zip(self.names, pairs.T.clone(), strict=True)) for what, pairs in found.items()}
 
     def load_state_dict(self, saved: Mapping[str, Mapping[str, Tensor]], ranks: int, next_round: int) -> None:
-        """Go on from there; parameters that it lacks begin anew."""
-        self.next_round = next_round
-        self._moments.zero_()
+        """Go on from there; parameters that it lacks begin anew. Nothing changes where it raises."""
         found = {what: renamed(pairs, self.names) for what, pairs in saved.items()}
-        new = self._moments[:, 0].clone()
-        read = {what: [pairs.get(name, new).to(new) for name in self.names] for what, pairs in found.items()}
-        if "moments" in read:
-            self._moments.copy_(torch.stack(read["moments"], 1))
-        self._arrived = torch.stack(read["arrived"], 1) if "arrived" in read else None
+        read = {what: torch.zeros_like(self._moments) for what in ("moments", *found)}
+        for what, pairs in found.items():
+            for column, name in zip(read[what].T, self.names, strict=True):
+                if name in pairs:
+                    column.copy_(pairs[name])
+        self.next_round, self._moments, self._arrived = next_round, read["moments"], read.get("arrived")
         self._follow_moments(ranks)

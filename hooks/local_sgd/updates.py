@@ -186,7 +186,8 @@ class LocalUpdates(Front):
             options.prepare(0, [torch.float32], self._device)
             if rounds.lengthen_steps:
                 here = {name: trained[name] for name in self._parameters}
-                self._lengths = StepLengths(optimizers, here, sum(map(len, parts)))
+                lengths = StepLengths(optimizers, here, sum(map(len, parts)))
+                self._lengths = lengths if lengths.names else None
         except Exception as error:  # the other ranks must hear of any error
             problem = error
         within = None if point is None else group_inside(inside, problem)
@@ -205,6 +206,8 @@ class LocalUpdates(Front):
         ]
         self._every = [shared for fragment in self._fragments for shared in fragment]
         self._trained = list(trained.values())
+        if self._lengths is not None:
+            self._lengths.watch()
         #: The tie to ranks that come and go; None: ranks stay.
         self._replicas: Replicas | None = None
         #: This rank's steps; the number of them that rounds have counted; and True if ranks may have different
@@ -432,11 +435,11 @@ class LocalUpdates(Front):
         saved = {**saved, **{what: renamed(saved[what], self._parameters) for what in REPLICATED_KEYS}}
         check_saved(saved, self._parameters, self._every)
         self._finish()
+        if self._lengths is not None:
+            self._lengths.load_state_dict(saved.get(LENGTHS, {}), self._options.world_size, saved["step"])
         self._resume(saved, vectors)
         self._moved, self._under_way = bool(saved["moved"]), restore(self._every, saved)
         self._progress = Progress(saved["local_steps"], saved["counted_steps"])
-        if self._lengths is not None:
-            self._lengths.load_state_dict(saved.get(LENGTHS, {}), self._options.world_size, self._step)
         if self._replicas is not None:
             self._replicas.loaded(self._step)
 

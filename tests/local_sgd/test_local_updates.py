@@ -562,7 +562,11 @@ def test_steps_are_as_long_as_those_of_one_optimizer(noise: float, factor: float
         adaptive = [parameters[name] for name in ("large", "small", "zero")]
         ranks.append((parameters, [torch.optim.AdamW(adaptive), torch.optim.SGD([parameters["other"]])]))
     every = [StepLengths(optimizers, parameters, 0) for parameters, optimizers in ranks[:4]]
-    for number in range(80):
+    for lengths in every:
+        lengths.watch()
+    for number in range(81):
+        if number == 80:
+            del every[0]  # nobody has it any more, as of `LocalUpdates` that were not closed
         signal = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         for rank, (parameters, optimizers) in enumerate(ranks):
             for name, p in parameters.items():
@@ -574,15 +578,18 @@ def test_steps_are_as_long_as_those_of_one_optimizer(noise: float, factor: float
         norms = [{name: float(p.detach().norm()) for name, p in ranks[which][0].items()} for which in (0, 4)]
         assert (norms[0]["zero"], norms[0]["other"]) == (0.0, norms[1]["other"])
         ratios.append(norms[0]["large"] / norms[1]["large"])
+        if number == 80:
+            break
         messages = [lengths.message() for lengths in every]
         mean = torch.stack(messages).mean(0) + (torch.inf if number == 20 else 0.0)  # as of a step that a scaler skips
         for lengths, message in zip(every, messages, strict=True):
             message.copy_(mean)
             lengths.arrived()
             lengths.take(4)
-    assert ratios[0] == 1.0
+    assert ratios[0] == ratios.pop() == 1.0
     assert sum(ratios[40:]) / 40 == pytest.approx(factor, rel=0.05)
-    assert float(every[0].message().norm()) == 0.0, "samples of a step are sent once"
+    first, again = (float(every[0].message().norm()) for _ in range(2))
+    assert first > again == 0.0, "samples of a step are sent once"
 
 
 @on_ranks(2)
@@ -592,7 +599,11 @@ def test_ranks_lengthen_steps_where_their_gradients_have_noise(rank: int) -> Non
     model.same, model.noise = (nn.Parameter(torch.zeros(3000)) for _ in range(2))
     generators = [torch.Generator().manual_seed(seed) for seed in (0, 1 + rank)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.0, 0.9), weight_decay=0.0)
-    updates = LocalUpdates(model, optimizer, TopK(0.1), every=1, rounds=Rounds(keep_unsent=True, lengthen_steps=True))
+    rounds = Rounds(keep_unsent=True, lengthen_steps=True)
+    with pytest.raises(ValueError, match="every=0"):
+        LocalUpdates(model, optimizer, TopK(0.1), every=1 - rank, rounds=rounds)
+    assert len(optimizer._optimizer_step_pre_hooks) == 0, "what is refused leaves nothing"
+    updates = LocalUpdates(model, optimizer, TopK(0.1), every=1, rounds=rounds)
     lengths = []
     for number in range(60):
         before = [p.detach().clone() for p in model.parameters()]
