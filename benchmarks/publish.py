@@ -148,6 +148,7 @@ learn-gpt2-rates: {learn} --task gpt2 --batch 64 --steps 250 --seeds 1 --learnin
     --arms kept1-chunked25
 learn-gpt2-tiny: {learn} --task gpt2-tiny --batch 256 --steps 250 --seeds 3 --learning-rates 4e-3 --arms chunked25-b5
     kept1-chunked25 local5-chunked25 kept5-chunked25
+learn-unbiased: {learn} --learning-rates 8e-3 --arms qsgd8 qsgd4
 learn-batch: {learn} --batch 64 --seeds 1 --learning-rates 8e-3 --arms chunked25 local10-ternary
 *learn-sgd: {learn} --optimizer sgd --steps 500 --learning-rates 0.3 --arms topk4 onebit-outliers chunked25
 learn-sgd-long: {learn} --optimizer sgd --steps 4500 --learning-rates 0.3 --arms topk9-split topk7.5-split
