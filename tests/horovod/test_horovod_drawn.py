@@ -80,7 +80,9 @@ def configurations(draw: st.DrawFn) -> Configuration:
         predivide=draw(st.sampled_from([1.0, 2.0])) if op == "Average" else 1.0,
         passes=draw(st.sampled_from([1, 1, 2])),
         groups=draw(st.sampled_from([0, 0, 1, 2])),
-        scaler=draw(st.sampled_from(["none", "unused", "enabled", "enabled", "disabled"])),
+        scaler=draw(
+            st.sampled_from(["none", "unused", "enabled", "found", "another" if codec is None else "found", "disabled"])
+        ),
         sparse_as_dense=draw(st.booleans()),
         named=draw(st.booleans()),
         entropy_coding=draw(st.booleans()),
@@ -93,7 +95,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
 def scripts(draw: st.DrawFn) -> tuple[Configuration, list[Event]]:
     configuration = draw(configurations())
     overflow: st.SearchStrategy[Overflow | None] = st.none()
-    if configuration.scaler == "enabled":
+    if configuration.scales:
         rank, place = st.integers(0, configuration.world_size - 1), st.integers(0, len(configuration.parameters) - 1)
         overflow = st.one_of(st.none(), st.none(), st.builds(Overflow, rank, place, st.integers(0, 3)))
     # A sum that is synchronized twice counts the first part twice.
@@ -107,7 +109,7 @@ def scripts(draw: st.DrawFn) -> tuple[Configuration, list[Event]]:
         st.builds(Restart),
         st.builds(Accumulate, st.sampled_from([1, 2, 3])),
     ]
-    if configuration.scaler == "enabled":
+    if configuration.scales:
         kinds.append(st.builds(Rescale, st.sampled_from([0.5, 4.0])))
     return configuration, draw(st.lists(st.one_of(kinds), min_size=1, max_size=10))
 
@@ -137,6 +139,14 @@ SECOND = Step(2, Overflow(1, 0, backward=1))
 #: What has failed once, by what was wrong.
 FAILED: dict[str, tuple[Configuration, list[Event]]] = {
     "an overflow in the second of two backward passes": (SCALED, [Step(), SECOND, Step()]),
+    "gradients that are reduced for a scaler that nobody has named": (
+        Configuration(scaler="found"),
+        [Step(unscale=True, overflow=Overflow(1, 0)), Step(), Step(overflow=Overflow(0, 1)), Step(unscale=True)],
+    ),
+    "another scaler than the one that was named": (
+        Configuration(codec=None, scaler="another"),
+        [Step(), Step(overflow=Overflow(1, 0)), Step(unscale=True)],
+    ),
     "an overflow in a sparse gradient alone": (
         Configuration(scaler="enabled", parameters=(*SCALED.parameters, SPARSE)),
         [Step(), Step(overflow=Overflow(1, 2)), Step()],

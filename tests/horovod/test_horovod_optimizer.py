@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import random
 import threading
 import warnings
 from collections.abc import Callable
@@ -156,70 +157,45 @@ def test_a_step_has_as_many_passes_as_it_was_told(rank: int) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("options", [{}, {"groups": 1}, {"compression": TopK(0.1)}, {"compression": "fp16"}], ids=str)
-@on_ranks(2)
-def test_sparse_adam_gets_sparse_gradients(rank: int, options: dict[str, Any]) -> None:
-    hvd.init()
-    embeddings = [nn.Embedding(6, 2, sparse=True) for _ in range(3)]
-    copies = copy.deepcopy(embeddings)
-    options = {"compression": hvd.Compression.fp16} if options.get("compression") == "fp16" else options
-    optimizer: Any = torch.optim.SparseAdam([e.weight for e in embeddings], lr=0.1)
-    optimizer = hvd.DistributedOptimizer(optimizer, **options)
-    plain = torch.optim.SparseAdam([e.weight for e in copies], lr=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        turn = step % 2  # by turns: one of them no rank uses, and the last nobody ever does
-        (embeddings[turn](torch.tensor([rank, 4])) * (rank + 1)).sum().backward()
-        for other in range(2):
-            (copies[turn](torch.tensor([other, 4])) * (other + 1) / 2).sum().backward()
-        for each in copies:  # a gradient that no rank has counts as one without rows
-            if each.weight.grad is None:
-                each.weight.grad = torch.zeros(6, 2).to_sparse(1)
-        optimizer.step()
-        plain.step()
-    for ours, expected in zip(embeddings, copies, strict=True):
-        close(ours.weight.detach(), expected.weight.detach())
-    assert "dense" in raised(ValueError, lambda: hvd.DistributedOptimizer(plain, sparse_as_dense=True))
+FP16 = {"compression": hvd.Compression.fp16}
 
 
-@pytest.mark.parametrize("options", [{"groups": 1}, {"compression": TopK(1.0)}], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("options", [{}, {"groups": 1}, {"compression": TopK(1.0)}, FP16], ids=[*"-gtf"])
 @on_ranks(2)
-def test_a_gradient_that_becomes_sparse_is_reduced_all_the_same(rank: int, options: dict[str, Any]) -> None:
+def test_a_gradient_may_be_sparse_in_one_step_and_dense_or_missing_in_another(
+    rank: int, options: dict[str, Any], kind: Any
+) -> None:
+    """On some ranks or all, from the first step on or later; as with the mean in one process."""
     hvd.init()
-    embedding, head = nn.Embedding(6, 2, sparse=True), nn.Linear(2, 1)
-    parameters = [*embedding.parameters(), *head.parameters()]
-    before = embedding.weight.detach().clone()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), **options)
-    head(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
+    for number in range(6):
+        draw = random.Random(number)
+        ours = [nn.Parameter(torch.zeros(6, 2)) for _ in range(3)]  # nobody uses the last
+        plain = [nn.Parameter(p.detach().clone()) for p in ours]
+        optimizer: Any = hvd.DistributedOptimizer(kind(ours, lr=0.5), **options)
+        base = kind(plain, lr=0.5)
+        for _ in range(4):
             optimizer.zero_grad()
-            if rank == 0:
-                embedding(torch.tensor([1])).sum().backward()
-            optimizer.step()
-    assert len(caught) == (rank == 0)
-    expected = torch.zeros(6, 2)
-    expected[1] = 1.0
-    close(before - embedding.weight.detach(), expected)
-
-
-@on_ranks(2)
-def test_a_gradient_may_be_dense_after_it_was_sparse(rank: int) -> None:
-    hvd.init()
-    for compression in (hvd.Compression.none, hvd.Compression.fp16):
-        embedding = nn.Embedding(4, 2, sparse=True)
-        nn.init.zeros_(embedding.weight)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), compression=compression)
-        embedding(torch.tensor([rank])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank == 0:
-            (embedding.weight.sum() * 2).backward()
-        optimizer.step()
-        equal(embedding.weight, torch.tensor([-1.5, -1.5, -1.0, -1.0]).view(4, 1).expand(4, 2))
+            for which in range(2):
+                sparse = draw.random() < 0.7 or kind is torch.optim.SparseAdam
+                used = draw.choice([(), (0,), (1,), (0, 1)])
+                mean = torch.zeros_like(plain[which])
+                for other in used:
+                    rows = torch.tensor(draw.choices(range(6), k=draw.choice([1, 2, 3])))
+                    mean.index_add_(0, rows, torch.full((len(rows), mean.shape[1]), (other + 1) / 2))
+                    if other == rank:
+                        p = ours[which]
+                        found = nn.functional.embedding(rows, p, sparse=True) if sparse else p[rows]
+                        (found.sum() * (rank + 1)).backward()
+                plain[which].grad = mean.to_sparse(1) if kind is torch.optim.SparseAdam else mean
+            plain[2].grad = torch.zeros_like(plain[2]).to_sparse(1) if kind is torch.optim.SparseAdam else None
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            assert all("has become sparse after the first step" in str(each.message) for each in caught)
+            base.step()
+        for p, expected in zip(ours, plain, strict=True):
+            close(p.detach(), expected.detach())
 
 
 @on_ranks(2)
@@ -464,6 +440,8 @@ def test_wrong_arguments(rank: int) -> None:
         warnings.simplefilter("always")
         train(model, hvd.DistributedOptimizer(plain, named, num_groups=2), rank, range(1))
     assert [w.category for w in caught] == [DeprecationWarning]
+    sparse = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+    assert "takes no dense" in refused(sparse, sparse_as_dense=True)
     assert "LBFGS" in raised(
         ValueError, lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0)
     )

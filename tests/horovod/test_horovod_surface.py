@@ -25,7 +25,7 @@ import torch.distributed as dist
 from gradwire.hooks.comm.sockets import listen
 from gradwire.hooks.horovod.consensus.addresses import addresses
 from gradwire.hooks.horovod.consensus.coordinator import Coordinator
-from gradwire.hooks.horovod.consensus.negotiation import Negotiator, request_bytes
+from gradwire.hooks.horovod.consensus.negotiation import REMOVE, Negotiator, request_bytes
 from gradwire.hooks.horovod.runtime import launch
 from gradwire.hooks.horovod.runtime.operations import AllReduce, Sum
 from hypothesis import given
@@ -366,6 +366,16 @@ def test_ready_operations_are_fused_up_to_the_threshold() -> None:
 def test_the_size_of_what_is_fused_is_what_it_takes(dtypes: list[torch.dtype], numel: int) -> None:
     tensors = [torch.zeros(numel, dtype=dtype) for dtype in dtypes]
     assert request_bytes(AllReduce("a", 0, tensors, Sum, 1.0, 1.0).request()) == sum(t.nbytes for t in tensors)
+
+
+def test_a_set_may_be_removed_when_its_first_member_has_joined_and_ends_last() -> None:
+    """The others have their results, and that one has nothing to synchronize."""
+    negotiator = Negotiator(2)
+    negotiator.sets[1] = (0, 1)
+    for change in ({"set": 1}, {"key": REMOVE, "kind": REMOVE, "must_match": {"id": 1}}):
+        for rank in range(2):
+            negotiator.announce(rank, request("last") | change)
+        assert [message["do"] for _, message in negotiator.decisions()] == ["run"]
 
 
 def test_nothing_runs_before_all_are_ready() -> None:

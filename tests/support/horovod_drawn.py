@@ -61,7 +61,8 @@ class Configuration(Short):
     Attributes:
         passes: backward passes before a step.
         groups: of gradients that travel together; 0: none.
-        scaler: "none", "unused" (of something else), "enabled" or "disabled".
+        scaler: "none", "unused" (of something else), "enabled", "found" (enabled, but the optimizer is not told of it),
+            "another" (it is told of one that never comes) or "disabled".
         optimizers: 1, or 2 with parameters of the same names.
     """
 
@@ -79,6 +80,10 @@ class Configuration(Short):
     optimizers: int = 1
     entropy_coding: bool = False
     parameters: tuple[Parameter, ...] = (Parameter((300,)), Parameter((40, 20)))
+
+    @property
+    def scales(self) -> bool:
+        return self.scaler in ("enabled", "found", "another")
 
     @property
     def nothing_is_lost(self) -> bool:
@@ -187,6 +192,7 @@ class Machine:
             self.made = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled)
             self.made.scale(torch.zeros(()))  # only now it has a scale that can be changed
             self.scaler = None if configuration.scaler == "unused" else self.made
+            self.other = torch.amp.GradScaler("cpu")
         self.models = [self._model(index) for index in range(configuration.optimizers)]
 
     def _model(self, index: int) -> Model:
@@ -206,8 +212,9 @@ class Machine:
         self._follow(model)
 
     def _follow(self, model: Model) -> None:
-        if self.scaler is not None:
-            model.optimizer.use_grad_scaler(self.scaler)
+        if self.scaler is not None and self.configuration.scaler != "found":
+            told = self.made if self.configuration.scaler != "another" else self.other
+            model.optimizer.use_grad_scaler(told)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -261,11 +268,11 @@ class Machine:
         self._step(event, range(hvd.size()))
 
     def _step(self, event: Step, present: Sequence[int]) -> None:
-        rounds = max(event.rounds, 1 if self.scaler is not None else 0)
+        rounds = max(event.rounds, 1 if self.configuration.scaler == "disabled" else 0)
         total = max(1, rounds) * self.passes
         first, self.number = self.number, self.number + total
         overflow, hit, bad = event.overflow, -1, False
-        if overflow is not None and self.configuration.scaler == "enabled" and overflow.rank in present:
+        if overflow is not None and self.configuration.scales and overflow.rank in present:
             hit = overflow.backward % total
             bad = self.configuration.parameters[overflow.parameter].used(overflow.rank, first + hit)
         for model in self.models:
@@ -289,6 +296,8 @@ class Machine:
             else:
                 if unscale:
                     self.scaler.unscale_(model.optimizer)
+                    dense = [p for p in model.parameters if p.grad is not None and not p.grad.is_sparse]
+                    nn.utils.clip_grad_norm_(dense, 1e30)  # which changes nothing but their versions
                 self.scaler.step(model.optimizer)
         handle.remove()
         if bool(steps) == bad:
@@ -343,7 +352,7 @@ class Machine:
             self._follow(model)
 
     def rescale(self, event: Rescale) -> None:
-        if self.configuration.scaler == "enabled":
+        if self.configuration.scales:
             self.scaler.update(self.scaler.get_scale() * event.factor)
 
     def restart(self, event: Restart) -> None:

@@ -211,9 +211,10 @@ class Engine:
         self._channels[set_id] = Channel(dist.PrefixStore(str(set_id), self._store), ranks, self.rank)
 
     def remove_channel(self, set_id: int) -> None:
-        """Disconnect a process set."""
+        """Disconnect a process set. A member that has joined may be in the last operation yet."""
         channel = self._channels.pop(set_id, None)
         if channel is not None:
+            channel.barrier(END_SECONDS)
             channel.close()
 
     def stop(self) -> None:
@@ -286,7 +287,6 @@ class Engine:
                 results: list[Any] = operations[0].run_together(operations, channel)
             else:
                 results = [operations[0].run(channel, message["ops"][0]["info"])]
-        # Before the script hears of it: it may remove the process set next, in which nothing must be under way.
         if channel.rank == 0:
             self._connection.send({"done": message["set"]})
         for operation, result in zip(operations, results, strict=True):
