@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -18,12 +17,10 @@ from gradwire.hooks.comm.topology import Topology, node_size
 from gradwire.hooks.core import reducer
 from gradwire.hooks.exchanges import BucketSpec, Gather, TwoPass, dense
 from gradwire.hooks.network import cost, probe
-from ranks import Pool
+from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import LATENCY, WORK, Ledger, convnet, digest, pretend, train, two_large_layers, wrap
-
-Ranks = Callable[[int], Pool]
 
 
 def on_nodes(rank: int, codec: Codec, topology: Any, exchange: str) -> Any:

@@ -36,10 +36,8 @@ from gradwire.hooks.exchanges import Dense, Gather
 from gradwire.hooks.network import cost, probe
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from training import Ledger, batch, pretend, train, two_large_layers
-
-Ranks = Callable[[int], Pool]
 
 MOST = SETTLING + 2 * MOST_ROUNDS * ROUND_STEPS  # steps where two ways are tried
 LATE = 0.02

@@ -48,10 +48,9 @@ from lacking import needs
 from nccl_on_cpu import DEVICE, Machine, on_gpu, read
 from nccl_on_cpu.cuda import installed
 from nccl_on_cpu.tensors import Factories
-from ranks import Pool
+from ranks import Ranks
 from training import digest
 
-Ranks = Callable[[int], Pool]
 NUMEL, STEPS = 5000, 4
 LAYOUT = (Slot("a", 0, (NUMEL,), (1,)),)
 

@@ -6,7 +6,6 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.arms import TRAINED
 from gradwire.benchmarks.learning import summary
 from gradwire.benchmarks.learning.tasks import DIGITS, SMALL, Task
-from ranks import Pool
-
-Ranks = Callable[[int], Pool]
+from ranks import Ranks
 
 
 @pytest.mark.parametrize("task", [DIGITS, SMALL], ids=lambda task: task.name)

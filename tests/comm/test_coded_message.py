@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -22,12 +22,11 @@ from gradwire.hooks.horovod.runtime.channel import Channel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lacking import needs_reduce_scatter
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron, told
 
-Ranks = Callable[[int], Pool]
 #: Kinds of bytes: alike, of few values, and any.
 KINDS = ("zeros", "few", "any")
 

@@ -23,10 +23,8 @@ from gradwire.hooks.comm.ports import Channels, Messages, PersistentMessage, dri
 from gradwire.hooks.comm.rendezvous import meeting_timeout
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from training import told
-
-Ranks = Callable[[int], Pool]
 
 
 def collectives(rank: int, size: int, dtype: torch.dtype) -> None:

@@ -21,11 +21,10 @@ from gradwire.hooks.comm import topology as nodes
 from gradwire.hooks.comm.bruck_gather import Dissemination
 from gradwire.hooks.comm.group import DIRECT_RANKS, Group
 from gradwire.hooks.comm.handshake import compare
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor
 from training import Ledger, batch, digest, perceptron, train, wrap
 
-Ranks = Callable[[int], Pool]
 SOON = timedelta(seconds=20)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -10,12 +9,10 @@ import torch
 from gradwire import QSGD, Aggregate, ChunkedTopK, Codec, Identity, LocalUpdates, OneBit, Residual, TopK, Tracking
 from gradwire.compress.aggregation import Aggregation
 from gradwire.hooks.exchanges import possible
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from strategies import encode, gradient, parts_of, same
 from torch import Tensor
 from training import all_ranks, batch, digest, perceptron
-
-Ranks = Callable[[int], Pool]
 
 WAYS = [("ranks", None), ("senders", None), ("ranks", "median"), ("senders", "median")]
 every_way = pytest.mark.parametrize(("mean", "clip"), WAYS)

@@ -18,7 +18,7 @@ from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Ranks
 from strategies import (
     LENGTHS,
     VARIANTS,
@@ -30,7 +30,6 @@ from strategies import (
 from torch import Tensor, nn
 from training import residuals_of, train, wrap
 
-Ranks = Callable[[int], Pool]
 DTYPES = (torch.bfloat16, torch.int8)
 CPU = torch.device("cpu")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,10 @@ from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.exchanges import possible
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Ranks
 from strategies import FINITE, KINDS, OTHER_BACKENDS, decode, device_of, encode, gradient, same
 from torch import Tensor
 from training import digest, perceptron, wrap
-
-Ranks = Callable[[int], Pool]
 
 SHAPES = st.lists(
     st.one_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,13 +12,12 @@ from gradwire import Codec, Identity, OneBit, TopK, Tracking
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.tracking import ESTIMATE, MOMENTUM
 from lacking import needs_skipped_buckets
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from simulated import SimulatedRanks
 from test_feedback import layout_of
 from torch import Tensor, nn
 from training import TwoHeads, batch, data_of, digest, perceptron, wrap
 
-Ranks = Callable[[int], Pool]
 BETA = 0.8
 
 

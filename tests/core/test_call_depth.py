@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradwire import Codec, CompressState, LocalUpdates, OneBit, TopK, compress_fsdp, compress_hook
-from ranks import Pool
+from ranks import Ranks
 from test_architecture import library
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import train
 
-Ranks = Callable[[int], Pool]
 #: A step of training, and the state that compresses it.
 Trained = tuple[Callable[[], None], Any]
 ROOT = str(Path(gradwire.__file__).parent)

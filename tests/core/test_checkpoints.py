@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,9 @@ import torch.distributed.checkpoint as dcp
 from fronts import FRONTS
 from gradwire import QSGD, Codec, CompressState, Identity, OneBit, Residual, TopK, Tracking
 from lacking import needs_hook, needs_reduce_scatter
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from training import Ledger, batch, digest, leaves, perceptron, residuals_of, told, train, wrap
-
-Ranks = Callable[[int], Pool]
 
 
 def trained(rank: int, steps: int = 4, **options: Any) -> tuple[Any, CompressState]:

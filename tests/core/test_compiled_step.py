@@ -13,12 +13,11 @@ import torch
 from fronts import FRONTS, Front, bound_late, marked, sgd
 from gradwire import OneBit, TopK, sparse_all_reduce
 from gradwire.optim import keep_gradients
-from ranks import Pool
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, perceptron
 
-Ranks = Callable[[int], Pool]
 Make = Callable[[nn.Module], Front]
 ONE_MB = {"bucket_cap_mb": 1}  # Dynamo's DDPOptimizer fails for small buckets
 

@@ -16,13 +16,11 @@ import torch.distributed as dist
 from gradwire import Codec, Identity, OneBit, TopK
 from gradwire.hooks.core import reducer
 from gradwire.hooks.core.dense_path import DensePath
-from ranks import Pool, on_ranks, without_address
+from ranks import Pool, Ranks, on_ranks, without_address
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import Ledger, batch, convnet, digest, perceptron, residuals_of, train, wrap
-
-Ranks = Callable[[int], Pool]
 
 
 class Counted:

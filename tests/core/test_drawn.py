@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -51,9 +51,7 @@ from gradwire.compress import Feedback
 from gradwire.hooks.exchanges import EXCHANGES, possible
 from hypothesis import strategies as st
 from lacking import SKIPS_BUCKETS, needs_skipped_buckets
-from ranks import Pool, RankError
-
-Ranks = Callable[[int], Pool]
+from ranks import RankError, Ranks
 
 CODECS: tuple[Codec, ...] = (
     TopK(0.1), TopK(0.01), TopK(0.5), TopK(1.0), TopK(0.2, values=torch.bfloat16), TopK(0.2, values=torch.int8),

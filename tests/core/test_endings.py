@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ from gradwire.hooks.comm.group import Group
 from gradwire.hooks.comm.linger import linger, unacknowledged
 from gradwire.hooks.comm.ports import Messages, PersistentMessage
 from gradwire.hooks.core.options import ExchangeName
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-Ranks = Callable[[int], Pool]
 NO_DISTANCE = links.missing(flags.Distance(delay=0.002))
 SECONDS = float(os.environ.get("GRADWIRE_DRAWN_SECONDS", "60"))
 

@@ -24,11 +24,10 @@ from gradwire.compress.feedback.base import RESIDUAL, Feedback
 from gradwire.hooks.comm.between_steps import REMEDY, Reentered
 from gradwire.hooks.horovod.runtime.context import engine
 from gradwire.hooks.training.autograd_end import current_pass
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from training import batch, digest, perceptron
 
-Ranks = Callable[[int], Pool]
 Calls = Mapping[str, Callable[[], Any]]
 STEPS = 4
 HOOKS = str(Path(gradwire.__file__).parent / "hooks")

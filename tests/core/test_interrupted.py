@@ -4,7 +4,7 @@ is as it would not have been."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +16,9 @@ from gradwire.hooks.comm.pipeline import Pipeline
 from gradwire.hooks.core.dense_path import DensePath, Sum
 from gradwire.hooks.core.session import Announcement
 from lacking import needs_reduce_scatter
-from ranks import Pool
+from ranks import Ranks
 from training import batch, digest, perceptron, train, wrap
 
-Ranks = Callable[[int], Pool]
 STEPS, AT = 5, 2
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gradwire import CompressState, Identity, OneBit, TopK, compress_hook
-from ranks import Pool
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import residuals_of
-
-Ranks = Callable[[int], Pool]
 
 
 class Turns(nn.Module):

@@ -24,13 +24,12 @@ from gradwire import (
     schedules,
 )
 from gradwire.trainers import files, register_hook
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from training import Ledger, batch, digest, mean_residuals, perceptron, residuals_of, through_a_file, told, train, wrap
 
-Ranks = Callable[[int], Pool]
 OPTIONS: dict[str, Any] = {"fallback": None, "exchange": "gather"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -14,10 +14,8 @@ from fronts import FRONTS
 from gradwire import OneBit, TopK
 from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot, end_to_end, layout_numel
-from ranks import Pool
+from ranks import Ranks
 from torch import Tensor, nn
-
-Ranks = Callable[[int], Pool]
 
 
 @contextmanager

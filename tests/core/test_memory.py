@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,8 @@ from gradwire.compress import Codec, Feedback, Identity, OneBit, Outliers, Power
 from memory import INT8, Case, beyond_ddp
 from nccl_on_cpu import World
 from nccl_on_cpu.training import Recipe, outcomes
-from ranks import Pool
+from ranks import Ranks
 
-Ranks = Callable[[int], Pool]
 #: Bytes a parameter at the peak of the first steps and of later ones on CPUs, with the residual in it. In the first
 #: step DDP has one bucket for all.
 OWNERS: dict[Case, tuple[float, float]] = {

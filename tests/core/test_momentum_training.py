@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +10,11 @@ import torch
 from gradwire import Codec, Identity, Momentum, OneBit, TopK
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.momentum import MOMENTUM
-from ranks import Pool
+from ranks import Ranks
 from test_momentum import BETA, KINDS
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from training import TwoHeads, batch, data_of, digest, perceptron, wrap
-
-Ranks = Callable[[int], Pool]
-
 
 # -- steps that send everything are SGD's ------------------------------------------------------------------------------
 

@@ -13,12 +13,10 @@ from gradwire import OneBit
 from gradwire.hooks.training.names import matches, names_of, plain_names, renamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
-
-Ranks = Callable[[int], Pool]
 
 
 class Compiled(nn.Module):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from fronts import FRONTS, marked, sgd
 from gradwire import Codec, OneBit, TopK
-from ranks import Pool
+from ranks import Ranks
 from torch import Tensor
 from training import batch, perceptron
-
-Ranks = Callable[[int], Pool]
 
 
 def trained(rank: int, name: str, codec: Codec) -> tuple[list[Tensor], list[Tensor]]:

@@ -33,12 +33,10 @@ from gradwire.hooks.training.optimizer_checks import known_problem
 from gradwire.hooks.training.recommend import UNTRIED, is_adaptive
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool, on_ranks
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, perceptron
-
-Ranks = Callable[[int], Pool]
 
 
 def adam(**options: Any) -> torch.optim.Optimizer:

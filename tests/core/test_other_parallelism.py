@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gradwire import Codec, CompressState, Identity, OneBit, compress_hook
-from ranks import Pool
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from training import digest, perceptron
-
-Ranks = Callable[[int], Pool]
 
 STEPS = 4
 

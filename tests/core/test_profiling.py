@@ -22,11 +22,9 @@ from gradwire.hooks import Statistics
 from gradwire.hooks.core import bucket as core_bucket
 from gradwire.hooks.core.bucket import NVTX_TOOLS, clock
 from lacking import needs_all_threads
-from ranks import Pool
+from ranks import Ranks
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 from training import batch, convnet, wrap
-
-Ranks = Callable[[int], Pool]
 
 RECIPE = Path(__file__).parents[2] / "docs" / "profiling.md"
 RANGE = re.compile(r"gradwire:(\w+) bucket (\d+)")

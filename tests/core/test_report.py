@@ -24,11 +24,10 @@ from gradwire.hooks.core.statistics import WIDTH, Statistics
 from gradwire.hooks.network import cost, probe
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Ranks
 from torch import nn
 from training import batch, perceptron, pretend, train, two_large_layers, wrap
 
-Ranks = Callable[[int], Pool]
 DOCS = Path(__file__).parents[2] / "docs"
 
 

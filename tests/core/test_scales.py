@@ -14,11 +14,9 @@ from gradwire.hooks.training.grad_scaler import BEFORE, LossScale, Scaling, chec
 from gradwire.optim import DistributedLion, OneBitAdam
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor
 from training import batch, digest, perceptron, wrap
-
-Ranks = Callable[[int], Pool]
 
 
 def complaint(work: Callable[[], Any], model: torch.nn.Module) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -14,11 +13,9 @@ from fronts import FRONTS, sgd
 from gradwire import CompressState, Identity, OneBit, compress_hook
 from gradwire.hooks.ddp import hook as hooks_ddp
 from lacking import needs_hook
-from ranks import Pool, on_ranks
+from ranks import Pool, Ranks, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-Ranks = Callable[[int], Pool]
 
 
 def unfreeze_and_add_param_group(modules: nn.Module, optimizer: torch.optim.Optimizer) -> None:

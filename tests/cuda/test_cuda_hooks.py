@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ from gradwire import QSGD, ChunkedTopK, Codec, CompressState, OneBit, PowerSGD, 
 from gradwire.compress import new_draw
 from gradwire.hooks.auto import planner
 from gradwire.hooks.exchanges import possible, serving
-from ranks import Pool
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.cuda
-Ranks = Callable[[int], Pool]
 CODECS = (OneBit(), QSGD(), TernGrad(), TopK(0.05), ChunkedTopK(chunk=1024), PowerSGD(rank=2))
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 #: Named, as "auto" would send these small gradients dense, and no kernel would run.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ import torch
 import torch.distributed as dist
 from gradwire import CompressState, OneBit, PowerSGD, compress_hook
 from lacking import needs_ddp
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import mean_residuals
 
-Ranks = Callable[[int], Pool]
 LAZY, BATCHED = needs_ddp("lazy_bucket_allocation"), needs_ddp("batched_grad_copy")
 BY_HAND = needs_ddp("require_manual_backward_finalization")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from random import Random
 from typing import Any
@@ -20,10 +19,8 @@ from gradwire import CompressState, OneBit, TopK
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.ddp.model import find_owner
 from gradwire.hooks.exchanges.gather import Gather
-from ranks import Pool, on_ranks
+from ranks import on_ranks
 from training import Ledger, data_of, perceptron, wrap
-
-Ranks = Callable[[int], Pool]
 
 
 @pytest.mark.parametrize("exchange", ["gather", "two_pass", "dense"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +15,9 @@ from gradwire import (
     TernGrad,
     TopK,
 )
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from training import batch, convnet, digest, perceptron, residuals_of, train, wrap
-
-Ranks = Callable[[int], Pool]
 
 
 @on_ranks(2)

@@ -34,15 +34,13 @@ from gradwire import (
 from gradwire.hooks.training.awaited_gradient import AwaitedGradient
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from training import Ledger, batch, convnet, law, perceptron, residuals_of, wrap
-
-Ranks = Callable[[int], Pool]
 
 
 class Tangled(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -15,11 +14,8 @@ from gradwire import Cast, Codec, OneBit, PowerSGD, TopK, Tracking
 from gradwire.hooks.core.reducer import Reducer, Step
 from gradwire.hooks.core.session import Session
 from gradwire.hooks.training.autograd_end import AtEnd
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from training import batch, convnet, digest, train, waiting, wrap
-
-Ranks = Callable[[int], Pool]
-
 
 WAYS = [
     (TopK(0.05), "gather"), (TopK(0.05), "split"), (OneBit(), "gather"), (OneBit(), "two_pass"),

@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from training import batch, perceptron, told, wrap
 
-Ranks = Callable[[int], Pool]
-
 
 def train(rank: int, model: Any, steps: int) -> None:
     for step in range(steps):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -12,11 +11,9 @@ from gradwire import CompressState, Identity, OneBit, compress_hook
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.core.sparse_gradient import SparseGradient
 from gradwire.hooks.sparse.validation import ALGORITHMS
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-Ranks = Callable[[int], Pool]
 
 
 def by_sparse_adam(rank: int, algorithm: str | None, exclude: bool, inline: bool) -> tuple[list[list[int]], Tensor]:

@@ -18,13 +18,11 @@ from gradwire.compress.formats.wire import WIRE_VERSION
 from gradwire.hooks.core import options as core_options
 from gradwire.hooks.core.options import Options
 from gradwire.hooks.ddp import model as owner
-from ranks import Pool, on_ranks
+from ranks import Pool, Ranks, on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training import convnet, digest, meeting_within, perceptron, residuals_of, through_a_file, told, train, wrap
-
-Ranks = Callable[[int], Pool]
 
 
 def ddp_of(model: nn.Module, **options: Any) -> DistributedDataParallel:

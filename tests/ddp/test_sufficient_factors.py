@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,7 @@ from gradwire.hooks.comm.group import Group
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from lacking import needs_ignored_parameters
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import digest
 
-Ranks = Callable[[int], Pool]
 #: The relative rounding of a product, and of the activations before it.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
 WIDE = 6

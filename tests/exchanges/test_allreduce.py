@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from gradwire.hooks.comm.ports import drive
 from gradwire.hooks.exchanges import EXCHANGES, ExchangeArgs, possible
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Ranks
 from training import digest
 
-Ranks = Callable[[int], Pool]
 _groups: dict[int, Group] = {}
 
 

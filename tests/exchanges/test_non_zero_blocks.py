@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +13,10 @@ from gradwire.compress.formats.layout import Slot
 from gradwire.hooks.exchanges.non_zero_blocks import BLOCK, NonZeroBlocks, present_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import digest
-
-Ranks = Callable[[int], Pool]
 
 
 def ranks_of(size: int, numel: int, exchange: str) -> InProcessRanks:

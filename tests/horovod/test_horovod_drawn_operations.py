@@ -19,11 +19,9 @@ from gradwire import Identity
 from gradwire.hooks.horovod.runtime.handles import COMPRESSIBLE, FLOATING, SUMMABLE
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, Ranks
 from torch import Tensor
 from training import digest
-
-Ranks = Callable[[int], Pool]
 
 #: What goes on beside ranks that have joined.
 JOINABLE = ("allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "allgather", "grouped_allgather",

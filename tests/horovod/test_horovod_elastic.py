@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ import pytest
 import torch
 from gradwire import TopK
 from gradwire.hooks.horovod.elastic import state as elastic_state
-from ranks import Pool, on_ranks
-from test_horovod_operations import equal, raised
+from ranks import Ranks
+from test_horovod_operations import equal, horovod_ranks, raised
 from test_horovod_optimizer import nested, outlined
 from torch import nn
 
-Ranks = Callable[[int], Pool]
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 QUICK = 15.0
 
@@ -28,9 +26,8 @@ QUICK = 15.0
 # -- SyncBatchNorm -----------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
+@horovod_ranks(2, 4)
 def test_batch_norm_over_all_ranks(rank: int) -> None:
-    hvd.init()
     n = hvd.size()
     generator = torch.Generator().manual_seed(3)
     whole = torch.randn(3 * n, 5, 4, generator=generator) * 2 + 100
@@ -62,9 +59,8 @@ def test_batch_norm_over_all_ranks(rank: int) -> None:
 # -- sampler and state -------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
+@horovod_ranks(2, 4)
 def test_the_sampler_leaves_out_what_was_processed(rank: int) -> None:
-    hvd.init()
     n = hvd.size()
     data = list(range(10 * n + 1))
     sampler = hvd.elastic.ElasticSampler(data, shuffle=True, seed=1)
@@ -205,9 +201,8 @@ def test_any_optimizer_state_is_restored_bit_for_bit(ranks: Ranks, tmp_path: Pat
     ranks(2).run(restored, str(tmp_path))
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_ranks_outside_of_the_optimizers_process_set_commit_too(rank: int) -> None:
-    hvd.init()
     members = hvd.add_process_set([0])
     model = nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
@@ -15,10 +14,8 @@ import pytest
 import torch
 from gradwire import OneBit, TopK
 from gradwire.hooks.horovod.runtime import context
-from ranks import Pool, on_ranks
+from test_horovod_operations import horovod_ranks
 from torch import Tensor, nn
-
-Ranks = Callable[[int], Pool]
 
 NUMEL = 1500
 
@@ -44,11 +41,10 @@ def mean_residual(optimizer: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("last_of_the_old", [False, True])
-@on_ranks(2, within=60.0)
+@horovod_ranks(2, within=60.0)
 def test_what_an_optimizer_that_is_gone_has_left_out_is_not_sent(rank: int, last_of_the_old: bool) -> None:
     """Rank 0 joins without a step. An earlier optimizer with residuals is gone, but in a cycle of references; or it was
     the last that the engine has used. What is missing of the gradients, relative."""
-    hvd.init()
     compression = hvd.Compression.codec(TopK(0.1), exchange="gather")
 
     def optimizer(p: Tensor) -> Any:
@@ -81,9 +77,8 @@ def test_what_an_optimizer_that_is_gone_has_left_out_is_not_sent(rank: int, last
     assert missing < 1e-5
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_an_engine_that_has_ended_keeps_nothing(rank: int) -> None:
-    hvd.init()
     hvd.allreduce(torch.ones(1))
     engine = weakref.ref(context.engine())
     hvd.shutdown()
@@ -91,10 +86,9 @@ def test_an_engine_that_has_ended_keeps_nothing(rank: int) -> None:
     assert engine() is None
 
 
-@on_ranks(3)
+@horovod_ranks(3)
 def test_an_optimizer_may_be_gone_when_its_rank_joins(rank: int) -> None:
     """The optimizer of the rank that joins first is gone by then."""
-    hvd.init()
 
     def train(steps: int) -> Any:
         p = nn.Parameter(torch.zeros(NUMEL))
@@ -106,9 +100,8 @@ def test_an_optimizer_may_be_gone_when_its_rank_joins(rank: int) -> None:
     hvd.join()
 
 
-@on_ranks(3, within=20.0)
+@horovod_ranks(3, within=20.0)
 def test_one_rank_may_load_a_checkpoint(rank: int) -> None:
-    hvd.init()
     p = nn.Parameter(torch.zeros(NUMEL))
     compression = hvd.Compression.codec(TopK(0.1), exchange="split")
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), compression=compression)
@@ -118,11 +111,10 @@ def test_one_rank_may_load_a_checkpoint(rank: int) -> None:
     applied(p, optimizer, rank, range(3))
 
 
-@on_ranks(3)
+@horovod_ranks(3)
 def test_a_rank_that_joins_stands_in_with_the_optimizer_of_the_process_set(rank: int) -> None:
     """Every rank has two optimizers, and no two ranks the same two; rank 2 joins while rank 0 goes on with the one that
     they share. What is missing of the gradients, relative."""
-    hvd.init()
     compression = hvd.Compression.codec(OneBit(), error_feedback=True, exchange="two_pass")
     sets = {pair: hvd.add_process_set(pair) for pair in ((0, 1), (0, 2), (1, 2))}
     made: dict[tuple[int, int], tuple[Tensor, Any]] = {}
@@ -149,10 +141,9 @@ def test_a_rank_that_joins_stands_in_with_the_optimizer_of_the_process_set(rank:
     assert max(missing.values()) < 1e-5, missing
 
 
-@on_ranks(3, within=20.0)
+@horovod_ranks(3, within=20.0)
 def test_a_gradient_of_gathered_rows_is_that_of_ones_own(rank: int) -> None:
     """Rank 0 has no batch, and in the second round only the forward half of one."""
-    hvd.init()
     for late in (False, True):
         mine = torch.ones(rank + 1, 2, requires_grad=True)
         if rank or late:
@@ -168,10 +159,9 @@ def test_a_gradient_of_gathered_rows_is_that_of_ones_own(rank: int) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["gather", "split"])
-@on_ranks(3)
+@horovod_ranks(3)
 def test_a_checkpoint_has_what_joined_ranks_have_left_out(rank: int, exchange: str) -> None:
     """A checkpoint for all ranks, written while rank 0 has joined. What it lacks of the gradients, relative."""
-    hvd.init()
     p = nn.Parameter(torch.zeros(NUMEL))
     compression = hvd.Compression.codec(TopK(0.05), error_feedback=True, exchange=exchange)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [("p", p)], compression)
@@ -185,10 +175,9 @@ def test_a_checkpoint_has_what_joined_ranks_have_left_out(rank: int, exchange: s
     assert missing < 1e-5
 
 
-@on_ranks(2, within=30.0)
+@horovod_ranks(2, within=30.0)
 def test_threads_have_optimizers_of_their_own(rank: int) -> None:
     """Each thread has an optimizer, and these come to their steps in another order on each rank."""
-    hvd.init()
     found: dict[int, list[nn.Parameter]] = {}
     problems: list[BaseException] = []
 

@@ -19,10 +19,11 @@ import torch
 from gradwire import CODECS, QSGD, Codec, TopK
 from gradwire.compress import SparseCodec
 from gradwire.hooks.horovod.runtime import context
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor
 
-Ranks = Callable[[int], Pool]
+#: `on_ranks` under Horovod.
+horovod_ranks = partial(on_ranks, before=hvd.init)
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 
 
@@ -47,10 +48,9 @@ def raised(kind: type[BaseException], action: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize(("name", "bits", "large"), [("fp16", 12, math.inf), ("bf16", 9, 2.0**17)])
-@on_ranks(2)
+@horovod_ranks(2)
 def test_half_precision_rounds_on_the_way(rank: int, name: str, bits: int, large: float) -> None:
     """The last bit of the mantissa is gone; float16 has no room for a large number."""
-    hvd.init()
     half = getattr(hvd.Compression, name)
     x, rounded = torch.tensor([1.0 + 2.0**-bits, 2.0**17]), torch.tensor([1.0, large])
     equal(hvd.allreduce(x, compression=half), rounded)
@@ -66,10 +66,9 @@ def test_half_precision_rounds_on_the_way(rank: int, name: str, bits: int, large
     equal(p.grad, rounded)
 
 
-@on_ranks(3)
+@horovod_ranks(3)
 def test_the_average_of_large_integers(rank: int) -> None:
     """Where 1/n would be off by one unit in the last place."""
-    hvd.init()
     equal(hvd.allreduce(torch.tensor([(1 << 62) // 3 + 1])), [(1 << 62) // 3 + 1])
 
 
@@ -103,9 +102,8 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_nameless_tensors_are_compressed_only_where_nothing_stays_behind(rank: int) -> None:
-    hvd.init()
     n = hvd.size()
     x = torch.arange(1.0, 301.0)
     codecs = hvd.Compression.topk(density=0.01), hvd.Compression.onebit(), hvd.Compression.codec(QSGD(), True)
@@ -130,9 +128,8 @@ def test_nameless_tensors_are_compressed_only_where_nothing_stays_behind(rank: i
     assert resident_bytes() - before < 50e6
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_name_with_a_residual_keeps_its_shape(rank: int) -> None:
-    hvd.init()
     codec = hvd.Compression.topk(density=0.5)
     hvd.allreduce(torch.ones(6), compression=codec, name="reshaped")
     assert "(6,)" in raised(ValueError, lambda: hvd.allreduce(torch.ones(4), compression=codec, name="reshaped"))
@@ -143,9 +140,8 @@ def test_a_name_with_a_residual_keeps_its_shape(rank: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@on_ranks(2)
+@horovod_ranks(2)
 def test_what_is_left_out_of_a_named_tensor_comes_later(rank: int, codec: Codec) -> None:
-    hvd.init()
     x = torch.arange(1.0, 301.0)
     total = sum((hvd.allreduce(x, name="kept", compression=codec, op=hvd.Sum) for _ in range(40)), torch.zeros(300))
     assert abs(float(total.sum() / (40 * hvd.size() * x.sum())) - 1) < 0.1 or isinstance(codec, SparseCodec)
@@ -156,18 +152,16 @@ def test_what_is_left_out_of_a_named_tensor_comes_later(rank: int, codec: Codec)
     assert a.shape == b.shape == x.shape
 
 
-@on_ranks(3)
+@horovod_ranks(3)
 def test_adasum_needs_a_power_of_two(rank: int) -> None:
-    hvd.init()
     assert "power of two" in raised(ValueError, lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum))
 
 
 # -- process sets ------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
+@horovod_ranks(2, 4)
 def test_process_sets(rank: int) -> None:
-    hvd.init()
     n, world = hvd.size(), hvd.global_process_set
     assert (world.process_set_id, world.ranks, world.rank(), world.size()) == (0, list(range(n)), rank, n)
     even, odd = hvd.ProcessSet(range(0, n, 2)), hvd.ProcessSet(range(1, n, 2))
@@ -193,9 +187,8 @@ def test_process_sets(rank: int) -> None:
     assert hvd.remove_process_set(even)
 
 
-@on_ranks(3)
+@horovod_ranks(3)
 def test_a_process_set_with_an_operation_under_way_stays(rank: int) -> None:
-    hvd.init()
     again = hvd.add_process_set([1, 2])
     handle = hvd.allreduce_async(torch.ones(2), name="half", process_set=again) if rank == 1 else None
     assert "operations under way" in raised(hvd.HorovodInternalError, partial(hvd.remove_process_set, again))
@@ -209,9 +202,8 @@ def test_a_process_set_with_an_operation_under_way_stays(rank: int) -> None:
 # -- join --------------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
+@horovod_ranks(2, 4)
 def test_join_returns_the_last_rank(rank: int) -> None:
-    hvd.init()
     n = hvd.size()
     if rank:
         assert "joined" in raised(hvd.HorovodInternalError, lambda: hvd.broadcast(torch.ones(1), 1))
@@ -227,10 +219,9 @@ def test_join_returns_the_last_rank(rank: int) -> None:
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4, within=20.0)
+@horovod_ranks(2, 4, within=20.0)
 def test_autograd_goes_through_and_through_gradients(rank: int) -> None:
     """The first and second derivative of a sum of cubes, as for a penalty on gradients: rank r has r + 1 everywhere."""
-    hvd.init()
     n = hvd.size()
     mine, mean = rank + 1.0, (n + 1) / 2
     own = torch.arange(n) <= rank
@@ -266,9 +257,8 @@ def test_autograd_goes_through_and_through_gradients(rank: int) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
+@horovod_ranks(2, 4)
 def test_wrong_arguments_are_refused_at_the_call(rank: int) -> None:
-    hvd.init()
     n = hvd.size()
     one = torch.ones(2)
     assert "op parameter" in raised(ValueError, lambda: hvd.allreduce(one, average=True, op=hvd.Sum))
@@ -344,9 +334,8 @@ def test_wrong_arguments_are_refused_at_the_call(rank: int) -> None:
     equal(hvd.allreduce(one, name="twice"), one)  # free again
 
 
-@on_ranks(2, within=20)
+@horovod_ranks(2, within=20)
 def test_what_a_rank_was_refused_is_not_counted(rank: int) -> None:
-    hvd.init()
     x = torch.full((4, 4), float(rank))
     for operation in (hvd.allreduce_, hvd.allgather, hvd.reducescatter):
         if rank:
@@ -405,9 +394,8 @@ def test_ranks_that_disagree_hear_of_it_on_every_rank(ranks: Ranks, world: int) 
     assert all(found == results[0] for found in results)
 
 
-@on_ranks(4)
+@horovod_ranks(4)
 def test_what_all_were_ready_for_arrives_although_some_leave(rank: int) -> None:
-    hvd.init()
     handles = [hvd.allreduce_async(torch.full((size,), 1.0), op=hvd.Sum) for size in (1, 2_000_000, 3, 3_000_000)]
     hvd.barrier()
     if rank == 2:
@@ -416,9 +404,8 @@ def test_what_all_were_ready_for_arrives_although_some_leave(rank: int) -> None:
     hvd.shutdown()
 
 
-@on_ranks(2, within=20)
+@horovod_ranks(2, within=20)
 def test_an_object_that_cannot_be_sent_is_named_on_every_rank(rank: int) -> None:
-    hvd.init()
     for call in (
         lambda: hvd.broadcast_object(threading.Lock() if rank == 1 else "read by nobody", 1),
         lambda: hvd.allgather_object(threading.Lock() if rank == 1 else rank),

@@ -8,7 +8,6 @@ import itertools
 import random
 import threading
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,12 +18,10 @@ import pytest
 import torch
 from gradwire import QSGD, ChunkedTopK, Codec, Momentum, OneBit, Residual, TernGrad, TopK, Tracking
 from gradwire.hooks.horovod.runtime.channel import Channel
-from ranks import Pool, on_ranks
-from test_horovod_operations import equal, raised
+from ranks import Ranks
+from test_horovod_operations import equal, horovod_ranks, raised
 from torch import Tensor, nn
 from training import through_a_file
-
-Ranks = Callable[[int], Pool]
 
 
 def model_of(seed: int = 0) -> nn.Sequential:
@@ -67,19 +64,6 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def reference(ranks: int, steps: int, factor: float = 1.0, passes: int = 1) -> Tensor:
-    """The weights after training in one process on the data of all ranks: gradients averaged, times `factor`."""
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            for part in range(passes):
-                (loss_of(model, rank, step * passes + part) * factor / ranks).backward()
-        optimizer.step()
-    return weights(model)
-
-
 def close(got: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
     assert (got - expected).abs().max() <= tolerance, f"off by {(got - expected).abs().max()}"
 
@@ -93,9 +77,8 @@ def identical(model: nn.Module) -> None:
 # -- whose gradients ---------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
+@horovod_ranks(2, 4)
 def test_predivide_keeps_sums_small(rank: int) -> None:
-    hvd.init()
     n = hvd.size()
     p = parameter(2)
     big = torch.finfo(torch.float16).max
@@ -108,9 +91,8 @@ def test_predivide_keeps_sums_small(rank: int) -> None:
     assert half.grad.isfinite().all()  # the sum alone would overflow
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_process_set_that_is_not_registered_is_refused(rank: int) -> None:
-    hvd.init()
     even = hvd.ProcessSet([0])
     models = [model_of() for _ in range(2)]
     optimizers = [sgd(model, process_set=even, op=op) for model, op in zip(models, (hvd.Sum, hvd.Adasum), strict=True)]
@@ -132,9 +114,8 @@ def test_a_process_set_that_is_not_registered_is_refused(rank: int) -> None:
     refused()
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_step_has_as_many_passes_as_it_was_told(rank: int) -> None:
-    hvd.init()
     model = model_of()
     optimizer = sgd(model, backward_passes_per_step=2)
 
@@ -162,12 +143,11 @@ FP16 = {"compression": hvd.Compression.fp16}
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("options", [{}, {"groups": 1}, {"compression": TopK(1.0)}, FP16], ids=[*"-gtf"])
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_gradient_may_be_sparse_in_one_step_and_dense_or_missing_in_another(
     rank: int, options: dict[str, Any], kind: Any
 ) -> None:
     """On some ranks or all, from the first step on or later; as with the mean in one process."""
-    hvd.init()
     for number in range(6):
         draw = random.Random(number)
         ours = [nn.Parameter(torch.zeros(6, 2)) for _ in range(3)]  # nobody uses the last
@@ -198,9 +178,8 @@ def test_a_gradient_may_be_sparse_in_one_step_and_dense_or_missing_in_another(
             close(p.detach(), expected.detach())
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_gradient_that_was_dropped_on_its_way_is_named(rank: int) -> None:
-    hvd.init()
     model = model_of()
     optimizer = sgd(model)
     loss_of(model, rank, 0).backward()
@@ -223,17 +202,16 @@ class Scaling:
         return (tensor / 4).to(ctx)
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_ones_own_compressor(rank: int) -> None:
-    hvd.init()
-    model = model_of()
-    train(model, sgd(model, compression=Scaling, groups=2), rank, range(3))
-    close(weights(model), reference(hvd.size(), 3), 1e-5)
+    models = model_of(), model_of()
+    for model, compression in zip(models, (Scaling, hvd.Compression.none), strict=True):
+        train(model, sgd(model, compression=compression, groups=2), rank, range(3))
+    close(weights(models[0]), weights(models[1]), 1e-5)
 
 
-@on_ranks(2, 4)
+@horovod_ranks(2, 4)
 def test_adasum_combines_steps(rank: int) -> None:
-    hvd.init()
     n = hvd.size()
     p = nn.Parameter(torch.ones(n))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.5), op=hvd.Adasum)
@@ -267,9 +245,8 @@ class Demanding(torch.optim.SGD):
         return super().step(closure)
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_it_is_the_users_optimizer(rank: int) -> None:
-    hvd.init()
     model = model_of()
     base = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9))
     scheduler = torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.5)
@@ -301,10 +278,9 @@ def test_it_is_the_users_optimizer(rank: int) -> None:
     identical(model)
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_groups_that_are_added_later_are_reduced(rank: int) -> None:
     """The optimizer or its original may be told of them."""
-    hvd.init()
     for options in ({}, {"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}):
         p, q, r = (parameter(2) for _ in range(3))
         base = torch.optim.SGD([p], lr=1.0)
@@ -323,9 +299,8 @@ def test_groups_that_are_added_later_are_reduced(rank: int) -> None:
         assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_parameter_that_is_unfrozen_later_is_refused(rank: int) -> None:
-    hvd.init()
     p, q = (parameter(2) for _ in range(2))
     plain = torch.optim.SGD([p.requires_grad_(False)], lr=1.0)
     optimizer = hvd.DistributedOptimizer(plain, [("p", p)])
@@ -342,10 +317,9 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(rank: int) -> None:
     equal(torch.cat([p, q]), [-(hvd.size() - 1) / 2] * 4)
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_frozen_parameter_may_have_a_gradient_left(rank: int) -> None:
     """A layer is frozen after some steps; zeros of its gradient are left."""
-    hvd.init()
     model = model_of()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     for frozen in (False, True):
@@ -359,60 +333,49 @@ def test_a_frozen_parameter_may_have_a_gradient_left(rank: int) -> None:
         assert torch.equal(before, first) == frozen
 
 
-@on_ranks(2, 4)
-def test_synchronize_and_skip_synchronize(rank: int) -> None:
-    hvd.init()
-    n = hvd.size()
-    for op in (hvd.Average, hvd.Sum):
-        model = model_of()
-        optimizer = sgd(model, op=op)
-        for step in range(3):
+@horovod_ranks(2, 4)
+def test_a_step_reduces_once(rank: int) -> None:
+    model = model_of()
+    optimizer = sgd(model, op=hvd.Sum)
+
+    def backward() -> None:
+        loss_of(model, rank, 0).backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
             optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
+            backward()
             optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        close(weights(model), reference(n, 3, 1.0 if op == hvd.Average else n), 1e-5)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for step in range(2):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.synchronize()
-                grads = [grad_of(p).clone() for p in model.parameters()]
-                optimizer.step()
-                assert all(torch.equal(a, grad_of(p)) for a, p in zip(grads, model.parameters(), strict=True))
-        assert len(caught) == 1
-        assert "skip_synchronize" in str(caught[0].message)
+            grads = [grad_of(p).clone() for p in model.parameters()]
+            optimizer.step()
+            assert all(torch.equal(a, grad_of(p)) for a, p in zip(grads, model.parameters(), strict=True))
+    assert ["skip_synchronize" in str(each.message) for each in caught] == [True]
     # A rank that has nothing to add after synchronizing takes part all the same.
     optimizer.zero_grad()
-    loss_of(model, rank, 0).backward()
+    backward()
     optimizer.synchronize()
     if rank == 0:
-        loss_of(model, rank, 0).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer.step()
+        backward()
+    optimizer.step()
     identical(model)
 
-    loss_of(model, rank, 0).backward()
+    backward()
     assert "zero_grad" in raised(AssertionError, optimizer.zero_grad)
     optimizer.load_state_dict(optimizer.state_dict())  # forgets it
     optimizer.zero_grad()
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, rank, 5)
-        loss.backward()
-        return loss
+        backward()
+        return loss_of(model, rank, 0)
 
     assert optimizer.step(closure) > 0
     identical(model)
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_wrong_arguments(rank: int) -> None:
-    hvd.init()
     model = model_of()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     named = list(model.named_parameters())
@@ -450,9 +413,8 @@ def test_wrong_arguments(rank: int) -> None:
 # -- compression -------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_checkpoint_loads_into_residuals_of_another_dtype(rank: int) -> None:
-    hvd.init()
     ways: list[Any] = ["auto", True, Residual(), Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8)]
     for before, after in itertools.permutations(ways, 2):
         model = model_of()
@@ -469,9 +431,8 @@ def test_a_checkpoint_loads_into_residuals_of_another_dtype(rank: int) -> None:
             assert "compressed by" in raised(ValueError, partial(wrong.load_state_dict, saved))
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_checkpoint_of_another_compression_says_what_to_do(rank: int) -> None:
-    hvd.init()
     model = model_of()
     optimizer = sgd(model, compression=hvd.Compression.topk(0.1))
     train(model, optimizer, rank, range(2))
@@ -505,9 +466,8 @@ def test_a_checkpoint_of_another_compression_says_what_to_do(rank: int) -> None:
     ],
     ids=str,
 )
-@on_ranks(2)
+@horovod_ranks(2)
 def test_resuming_equals_the_uninterrupted_run(rank: int, codec: Codec, feedback: Any) -> None:
-    hvd.init()
     how: dict[str, Any] = {"compression": hvd.Compression.codec(codec, error_feedback=feedback)}
     how["momentum"] = 0.0 if isinstance(feedback, Momentum | Tracking) else 0.9
     model = model_of()
@@ -528,9 +488,8 @@ def test_resuming_equals_the_uninterrupted_run(rank: int, codec: Codec, feedback
     torch.optim.SGD(model_of().parameters(), lr=1.0).load_state_dict(optimizer.state_dict())  # a plain one can as well
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_the_residuals_of_another_rank_stay_out(rank: int) -> None:
-    hvd.init()
     model = model_of()
     optimizer = sgd(model, compression=TopK(0.05))
     train(model, optimizer, rank, range(3))
@@ -571,9 +530,8 @@ def test_what_a_roots_own_checkpoint_lacks_is_told_to_the_others(ranks: Ranks) -
         assert not second
 
 
-@on_ranks(2, within=20.0)
+@horovod_ranks(2, within=20.0)
 def test_residuals_that_not_all_ranks_have_or_that_fit_no_parameter(rank: int) -> None:
-    hvd.init()
     model = model_of()
     optimizer = sgd(model, compression=TopK(0.05))
     train(model, optimizer, rank, range(3))
@@ -636,9 +594,8 @@ def test_many_parameters_take_few_collectives(ranks: Ranks) -> None:
 # -- broadcasts of state -----------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
+@horovod_ranks(2, 4)
 def test_broadcasts_of_models_and_objects(rank: int) -> None:
-    hvd.init()
     root = hvd.size() - 1
     model = model_of(seed=rank)
     model.register_buffer("counter", torch.tensor(rank))
@@ -662,9 +619,8 @@ def test_broadcasts_of_models_and_objects(rank: int) -> None:
     assert every == [{"rank": r, "text": "x" * 100 * r} for r in range(hvd.size())]
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_what_cannot_be_broadcast_is_refused(rank: int) -> None:
-    hvd.init()
     module: Any = nn.Linear(2, 2)
     wrong: Any
     assert "float" in raised(ValueError, lambda: hvd.broadcast_parameters(1.0, 0))
@@ -722,9 +678,8 @@ def outlined(optimizer: Any) -> Any:
     return outline([groups, states, optimizer.state.get("all")], seen)
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_any_state_arrives_with_its_types_bits_and_shared_memory(rank: int) -> None:
-    hvd.init()
     for dtype, fresh, distributed in itertools.product((torch.float32, torch.bfloat16), (False, True), (False, True)):
         parameters = [nn.Parameter(torch.ones(3, 4, dtype=dtype)), nn.Parameter(torch.ones(2, dtype=dtype))]
         optimizer: Any = torch.optim.Adam(parameters, lr=torch.tensor(0.1 * (rank + 1)), capturable=False)
@@ -750,9 +705,8 @@ def test_any_state_arrives_with_its_types_bits_and_shared_memory(rank: int) -> N
     assert "rank 0" in raised(ValueError, partial(hvd.broadcast_optimizer_state, optimizer, root_rank=0))
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_parameters_in_another_order_are_not_mixed_up(rank: int) -> None:
-    hvd.init()
     codec = hvd.Compression.codec(QSGD(bits=8), error_feedback=False)
     for options in ({}, {"op": hvd.Adasum}, {"compression": codec}, {"groups": 1}):
         parameters = {name: nn.Parameter(torch.zeros(2)) for name in "abcd"}
@@ -771,9 +725,8 @@ def test_parameters_in_another_order_are_not_mixed_up(rank: int) -> None:
                 equal(p, torch.full((2,), -float(gradient)))
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_refused_gradient_leaves_nothing_under_way(rank: int) -> None:
-    hvd.init()
 
     def step(dtype: torch.dtype) -> None:
         p, q = parameter(4, dtype), parameter(4)

@@ -10,7 +10,7 @@ import gradwire.hooks.horovod as hvd
 import pytest
 import torch
 from gradwire import Codec, OneBit
-from ranks import on_ranks
+from test_horovod_operations import horovod_ranks
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from training import digest
@@ -41,10 +41,9 @@ def loss_of(model: nn.Module, rank: int, step: int, overflows: Places = frozense
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@on_ranks(3)
+@horovod_ranks(3)
 def test_steps_of_a_process_set_are_those_of_one_process(rank: int, fused: bool) -> None:
     """The gradients are unscaled and clipped by hand, or by the optimizer, and overflow on one rank in one step."""
-    hvd.init()
     members, overflows = hvd.add_process_set([0, 1]), frozenset({(0, 1)})
     ours, plain = model_of(), model_of()
     made = hvd.DistributedOptimizer(optimizer_of(ours, fused), ours.named_parameters(), process_set=members)
@@ -68,10 +67,9 @@ def test_steps_of_a_process_set_are_those_of_one_process(rank: int, fused: bool)
 
 @pytest.mark.parametrize("codec", [None, OneBit(block=256)], ids=str)
 @pytest.mark.parametrize("how", ["unscaled", "clipped", "dropped", "replaced"])
-@on_ranks(2)
+@horovod_ranks(2)
 def test_gradients_that_are_changed_in_flight_are_refused(rank: int, how: str, codec: Codec | None) -> None:
     """What a script does to gradients in flight, where rank 0 alone has an overflow."""
-    hvd.init()
     model = model_of()
     compression: Any = hvd.Compression.none if codec is None else hvd.Compression.codec(codec)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,10 +102,9 @@ def test_gradients_that_are_changed_in_flight_are_refused(rank: int, how: str, c
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@on_ranks(2)
+@horovod_ranks(2)
 def test_adasum_goes_on_where_a_rank_overflows(rank: int, fused: bool) -> tuple[str, bool]:
     """With Adasum each rank steps by itself, and one that overflows takes part with a step of zero."""
-    hvd.init()
     model = model_of()
     inner = optimizer_of(model, fused)
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), op=hvd.Adasum)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
@@ -10,13 +9,11 @@ import pytest
 import torch
 from gradwire import Codec, CompressState, Lead, Momentum, OneBit, Residual, TopK, Tracking, compress_hook
 from gradwire.compress.feedback.base import Feedback
-from ranks import Pool, on_ranks
-from test_horovod_operations import raised
+from test_horovod_operations import horovod_ranks, raised
 from test_horovod_optimizer import close, identical, loss_of, model_of, train, weights
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-Ranks = Callable[[int], Pool]
 STRATEGIES: dict[str, tuple[Codec, Feedback, str]] = {
     "momentum": (TopK(0.1), Momentum(), "gather"),
     "nesterov by split": (TopK(0.1), Momentum(nesterov=True), "split"),
@@ -64,9 +61,8 @@ class Half(nn.Sequential):
 
 
 @EVERY
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_strategy_does_what_it_does_under_ddp(rank: int, name: str) -> None:
-    hvd.init()
     mine = model_of()
     train(mine, optimizer_of(mine, name), rank, range(6))
     codec, feedback, exchange = STRATEGIES[name]
@@ -79,9 +75,8 @@ def test_a_strategy_does_what_it_does_under_ddp(rank: int, name: str) -> None:
     state.close()
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_means_of_16_bits_are_added_up_in_32(rank: int) -> None:
-    hvd.init()
     model = Half(*model_of()).bfloat16()
     optimizer = optimizer_of(model, "tracking")
     train(model, optimizer, rank, range(6))
@@ -90,10 +85,9 @@ def test_means_of_16_bits_are_added_up_in_32(rank: int) -> None:
 
 
 @KEEPING
-@on_ranks(2)
+@horovod_ranks(2)
 def test_what_another_rank_has_kept_is_refused(rank: int, name: str) -> None:
     """It would leave the ranks with estimates that differ."""
-    hvd.init()
     model = model_of()
     optimizer = optimizer_of(model, name)
     train(model, optimizer, rank, range(3))
@@ -107,9 +101,8 @@ def test_what_another_rank_has_kept_is_refused(rank: int, name: str) -> None:
     assert "consolidated" in raised(ValueError, lambda: hvd.broadcast_optimizer_state(fresh, root_rank=0))
 
 
-@on_ranks(3)
+@horovod_ranks(3)
 def test_one_checkpoint_serves_all_ranks(rank: int) -> None:
-    hvd.init()
     model = model_of()
     optimizer = optimizer_of(model, "tracking")
     train(model, optimizer, rank, range(3))
@@ -128,9 +121,8 @@ def test_one_checkpoint_serves_all_ranks(rank: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["tracking", "tracking of slices"])
-@on_ranks(3)
+@horovod_ranks(3)
 def test_nothing_is_lost_while_ranks_have_joined(rank: int, name: str) -> None:
-    hvd.init()
     model = model_of()
     optimizer = optimizer_of(model, name)
     train(model, optimizer, rank, range(2 + rank))
@@ -143,9 +135,8 @@ def test_nothing_is_lost_while_ranks_have_joined(rank: int, name: str) -> None:
 
 
 @KEEPING
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_skipped_step_leaves_everything_as_it_was(rank: int, name: str) -> None:
-    hvd.init()
     model = model_of()
     optimizer = optimizer_of(model, name)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -166,9 +157,8 @@ def test_a_skipped_step_leaves_everything_as_it_was(rank: int, name: str) -> Non
     identical(model)
 
 
-@on_ranks(3)
+@horovod_ranks(3)
 def test_a_strategy_in_a_process_set(rank: int) -> None:
-    hvd.init()
     members = hvd.add_process_set([0, 2])
     model = model_of()
     optimizer = optimizer_of(model, "momentum", process_set=members)
@@ -179,9 +169,8 @@ def test_a_strategy_in_a_process_set(rank: int) -> None:
     assert hvd.remove_process_set(members)
 
 
-@on_ranks(1)
+@horovod_ranks(1)
 def test_what_cannot_work_is_refused(rank: int) -> None:
-    hvd.init()
     model = model_of()
     moving = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     compression = hvd.Compression.codec(TopK(0.1), error_feedback=Momentum())

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,9 @@ from gradwire.hooks.horovod.runtime.operations import AllReduce, Sum
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import every_loopback
-from ranks import Pool
+from ranks import Ranks
 from test_horovod_operations import equal, raised
 
-Ranks = Callable[[int], Pool]
 DTYPES = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float16, torch.float32, torch.complex128]
 
 PS = "process_set=PS"

@@ -7,14 +7,12 @@ import warnings
 import gradwire.hooks.horovod as hvd
 import torch
 from lacking import no_default_device
-from ranks import on_ranks
-from test_horovod_operations import equal, raised
+from test_horovod_operations import equal, horovod_ranks, raised
 from torch import nn
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_tensors_without_memory_are_refused(rank: int) -> None:
-    hvd.init()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such tensors are deprecated
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
@@ -28,9 +26,8 @@ def test_tensors_without_memory_are_refused(rank: int) -> None:
     equal(hvd.allreduce(torch.ones(2)), torch.ones(2))
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_a_sparse_gradient_of_a_single_row(rank: int) -> None:
-    hvd.init()
     for dimensions in (1, 3):
         embedding = nn.Embedding(5, dimensions, sparse=True)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0))
@@ -42,9 +39,8 @@ def test_a_sparse_gradient_of_a_single_row(rank: int) -> None:
         assert torch.allclose(before - embedding.weight.detach(), expected, atol=1e-6)
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_gradients_that_are_expanded_or_have_a_graph(rank: int) -> None:
-    hvd.init()
     p, q = (nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], lr=1.0))
     p.grad = torch.full((1, 3), rank + 1.0).expand(2, 3)
@@ -54,9 +50,8 @@ def test_gradients_that_are_expanded_or_have_a_graph(rank: int) -> None:
     equal(q, torch.full((2, 3), -1.5))
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_what_was_made_in_inference_mode_is_taken(rank: int) -> None:
-    hvd.init()
     n = hvd.size()
     with torch.inference_mode():
         x = torch.full((6,), rank + 1.0)
@@ -75,9 +70,8 @@ def test_what_was_made_in_inference_mode_is_taken(rank: int) -> None:
         equal(torch.cat([x, y.view(-1)]), torch.ones(12))
 
 
-@on_ranks(2)
+@horovod_ranks(2)
 def test_the_default_device_is_nothing_to_the_operations(rank: int) -> None:
-    hvd.init()
     n = hvd.size()
     x = torch.ones(rank, 2, requires_grad=True)
     torch.set_default_device("meta")

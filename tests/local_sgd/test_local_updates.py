@@ -42,7 +42,7 @@ from gradwire.hooks.local_sgd.outer_sgd import fragments_of
 from gradwire.hooks.local_sgd.step_lengths import StepLengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from rounded import counted as rounding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -57,8 +57,6 @@ from training import (
     residuals_of,
     through_a_file,
 )
-
-Ranks = Callable[[int], Pool]
 
 KEEPING = [
     OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Outliers(Ternary(), 0.05),

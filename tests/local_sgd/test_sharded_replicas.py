@@ -13,14 +13,12 @@ from gradwire import ChunkedTopK, LocalUpdates, Meeting, OneBit, Residual, Round
 from gradwire.hooks.comm.group import Group
 from gradwire.hooks.local_sgd.meeting.server import MeetingPoint
 from lacking import needs_reduce_scatter
-from ranks import Pool
+from ranks import Ranks
 from replica_ledger import Entry, Ledger, check
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-
-Ranks = Callable[[int], Pool]
 
 pytestmark = needs_reduce_scatter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,12 +31,11 @@ from gradwire.compress.backends import use_backend
 from gradwire.compress.codecs.sign_vote import Votes
 from gradwire.hooks.exchanges import possible
 from gradwire.optim import DistributedLion, OneBitAdam, keep_gradients
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import batch, digest, mean_over_ranks, perceptron, residuals_of, through_a_file
 
-Ranks = Callable[[int], Pool]
 BETAS, EPS, DECAY = (0.8, 0.95), 1e-6, 0.1
 NEVER = 5  # the parameter that no rank ever has a gradient for
 UNUSED = slice(3, 9)  # rows of the first one whose gradients are zero

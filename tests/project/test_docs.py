@@ -31,13 +31,11 @@ from gradwire.hooks import Statistics
 from gradwire.hooks.local_sgd.meeting.server import MeetingPoint, command
 from page_tables import DOCS, TABLES, measured, with_table
 from pages import BLOCKS, FOLDERS, PAGES, PROJECT, ROOT, assert_printed, blocks, expected, plain_environment
-from ranks import TORCHS_OWN, Pool
+from ranks import TORCHS_OWN, Ranks
 from torch import nn
 from torch.distributed.run import get_args_parser
 from torch.nn.parallel import DistributedDataParallel
 from trained import surroundings
-
-Ranks = Callable[[int], Pool]
 
 SNIPPETS = [b for b in BLOCKS if b.language == "python" and not b.mark.startswith("run by")]
 SNIPPETS_BY_PAGE = {page: [b for b in blocks(page) if b.language == "python" and not b.mark] for page in PAGES}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from ranks import Pool, RankError, on_ranks
-
-Ranks = Callable[[int], Pool]
+from ranks import RankError, Ranks, on_ranks
 
 
 @on_ranks(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from gradwire.hooks.comm.ports import drive
 from gradwire.hooks.network import cost, probe
 from gradwire.hooks.sparse import validation as arguments
 from gradwire.hooks.sparse.costs import choose
-from ranks import GROUP_TIMEOUT, Pool, on_ranks
+from ranks import GROUP_TIMEOUT, Pool, Ranks, on_ranks
 from torch import Tensor
-
-Ranks = Callable[[int], Pool]
 
 #: Of six processes, two outlive the others: in the n-th algorithm's group the third goes in the middle of a call.
 SURVIVORS = (0, 5)

@@ -26,12 +26,10 @@ from gradwire.hooks.sparse.validation import ALGORITHMS
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from often import by_time
-from ranks import Pool, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from training import pretend, told
-
-Ranks = Callable[[int], Pool]
 
 PATTERNS = ("none", "few", "some", "all", "the first", "the last", "both ends", "a stretch", "by turns", "as others")
 ENDS = {"the first": [0], "the last": [1], "both ends": [0, 1]}

@@ -24,7 +24,7 @@ from gradwire.hooks.fsdp.replicate import FSDPState
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from lacking import RESETS, needs
-from ranks import Pool
+from ranks import Ranks
 from rounded import counted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,7 +32,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from training import digest, told
 
-Ranks = Callable[[int], Pool]
 FSDPMeshInfo: Any = _fsdp_common.FSDPMeshInfo
 HSDPMeshInfo: Any = _fsdp_common.HSDPMeshInfo
 ShardPlacementResult: Any = getattr(_fsdp_common, "ShardPlacementResult", None)

@@ -42,9 +42,11 @@ def without_address(parameter: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(parameter))
 
 
-def on_ranks(*sizes: int, within: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """A test that runs on every rank of worlds of these sizes, and returns the same on all of them. Its first argument
-    is the rank; the others are pytest's, and are pickled."""
+def on_ranks(
+    *sizes: int, within: float = 120.0, before: Callable[[], object] = int
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test that runs on every rank of worlds of these sizes, `before` it something else, and returns the same on all
+    of them. Its first argument is the rank; the others are pytest's, and are pickled."""
 
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         _, *others = inspect.signature(test).parameters.values()
@@ -57,7 +59,9 @@ def on_ranks(*sizes: int, within: float = 120.0) -> Callable[[Callable[..., Any]
         keyword = inspect.Parameter.KEYWORD_ONLY
         own = ["ranks"] if len(sizes) == 1 else ["ranks", "world"]
         parameters = [inspect.Parameter(name, keyword) for name in (*own, *(other.name for other in others))]
-        vars(run).update(__signature__=inspect.Signature(parameters), on_rank=test)
+        vars(run).update(
+            __signature__=inspect.Signature(parameters), on_rank=lambda *given: (before(), test(*given))[1]
+        )
         return run if len(sizes) == 1 else pytest.mark.parametrize("world", sizes)(run)
 
     return decorate
@@ -167,6 +171,10 @@ class Pool:
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
+
+
+#: The fixture `ranks`: the pool of so many.
+Ranks = Callable[[int], Pool]
 
 
 def _serve(
