@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..hooks import backend
 from . import cli
 from .common import report
 from .links import links
@@ -120,6 +121,8 @@ pipeline-far-4: {stages} --rates 100mbit --delay 25ms --world 4
 paired-head: {head} --rates 1gbit --batch 64 --rounds 3 --steps 1
 paired-head-8: {head} --rates 1gbit 10gbit --batch 8 --rounds 5 --steps 1
 hsdp: hsdp --rate 1gbit
+hsdp-backend: hsdp --rate 1gbit --rounds 5 --arms hsdp-bf16 qsgd8 qsgd backend-qsgd8 backend-qsgd mesh mesh-qsgd8
+    mesh-backend-qsgd8
 *learn-adamw: {learn} --learning-rates 4e-3 8e-3 --arms float32-b8 chunked25 chunked25-b5 topk1 wide1.5-b5 wide0.7-b5
 learn-large-long: learn benchmarks/results/learn.jsonl --task large-bfloat16 --steps 3000 --seeds 1
     --learning-rates 4e-3 --arms chunked25-b5 local3-wide0.7-b8
@@ -209,6 +212,8 @@ def make(publications: Sequence[Publication], no_links: str | None) -> None:
     begin, failed = time.monotonic(), []
     for publication in publications:
         lacks = "there is no GPU" if publication.gpu and not torch.cuda.is_available() else None
+        if "backend" in publication.command and not backend.PYTHON:
+            lacks = f"the backend gradwire {backend.NEEDS}"
         if lacks := lacks or (no_links if publication.shaped and not publication.gpu else None):
             print(f"\n{publication.name}: left out, as {lacks}", flush=True)
             continue

@@ -68,6 +68,8 @@ class Arm:
         coded: messages go through an entropy coder.
         overlaps: the next forward pass begins while means are on their way.
         horovod: by the Horovod interface instead of DDP.
+        backend: by the backend "gradwire" of `torch.distributed`, beneath PyTorch's own reductions.
+        whole_mesh: parameters are `DTensor`s on the mesh that `fully_shard` gets, with `dp_mesh_dims`.
         rank: PowerSGD's.
         factors: the linear layers whose gradients `SufficientFactors` takes, by name; DDP all-reduces the others.
         bits: on the wire for each element, where nothing counts them.
@@ -84,6 +86,8 @@ class Arm:
     coded: bool = False
     overlaps: bool = False
     horovod: bool = False
+    backend: bool = False
+    whole_mesh: bool = False
     rank: int = 0
     factors: tuple[str, ...] = ()
     bits: float = 32.0
@@ -101,7 +105,9 @@ class Arm:
         rounds = f", parameters every {self.every} steps" if self.every else ""
         rounds += f", delay {self.delay}" if self.delay else ""
         rounds += ", forward overlapped" if self.overlaps else ""
-        return f"{'Horovod interface' if self.horovod else 'gradwire'}, {codec}{by}{rounds}"
+        rounds += ", dp_mesh_dims" if self.whole_mesh else ""
+        whose = "Horovod interface" if self.horovod else "backend gradwire" if self.backend else "gradwire"
+        return f"{whose}, {codec}{by}{rounds}"
 
     @property
     def dense_steps(self) -> int:
@@ -352,5 +358,12 @@ REPLICATED = {
         Arm("hsdp-bf16", what="FSDP2's own HSDP, reduce_dtype=bfloat16", bits=16.0),
         ARMS["onebit"],
         ARMS["topk"],
+        ARMS["qsgd8"],
+        ARMS["qsgd"],
+        Arm("backend-qsgd8", codec=QSGD(bits=8), backend=True),
+        Arm("backend-qsgd", codec=QSGD(), backend=True),
+        Arm("mesh", what="FSDP2's own HSDP, dp_mesh_dims", whole_mesh=True),
+        Arm("mesh-qsgd8", codec=QSGD(bits=8), whole_mesh=True),
+        Arm("mesh-backend-qsgd8", codec=QSGD(bits=8), backend=True, whole_mesh=True),
     )
 }

@@ -3,8 +3,9 @@
 Two nodes of two ranks each: the ranks of a node share its link and shard the model between them over its loopback, and
 the nodes hold replicas. Mixed precision is as usual: bfloat16 to compute, float32 for the rest. FSDP's own
 HSDP sums the shards' gradients over the replicas in that, or in bfloat16 in an arm of its own; gradwire's arms call
-`compress_fsdp`. The model is `gradwire-bench step`'s: six linear layers of 2048 × 2048, each an FSDP module that is
-gathered once a step (`reshard_after_forward=False`), at batch 8 and one thread a rank. Arms take turns in rounds.
+`compress_fsdp`, or put the backend "gradwire" beneath HSDP's sums. The model is `gradwire-bench step`'s: six linear
+layers of 2048 × 2048, each an FSDP module that is gathered once a step (`reshard_after_forward=False`), at batch 8 and
+one thread a rank. Arms take turns in rounds.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from ... import compress_fsdp
+from ...hooks import backend
 from ..common import report
 from ..common.arguments import add_arms, add_layers, add_output, add_turns
 from ..common.arms import FLOOR, HSDP, REPLICATED, Arm
@@ -32,7 +34,8 @@ NODES, PER_NODE = 2, 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_links(parser, whose="node", world=False)
-    add_arms(parser, {name: arm.title for name, arm in REPLICATED.items()})
+    titles = {name: arm.title for name, arm in REPLICATED.items()}
+    add_arms(parser, titles, (FLOOR, HSDP, "hsdp-bf16", "onebit", "topk"))
     add_turns(parser, steps=4, rounds=3, warmup=2)
     add_layers(parser)
     add_output(parser, timeout=300)
@@ -41,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """`gradwire-bench hsdp`."""
     arms = list(dict.fromkeys([FLOOR, HSDP, *options.arms]))
+    if newer := [name for name in arms if REPLICATED[name].backend and not backend.PYTHON]:
+        raise ValueError(f"--arms {' '.join(newer)}: the backend gradwire {backend.NEEDS}: leave them out")
     names = ("steps", "rounds", "warmup", "width", "layers", "batch")
     arguments = {"arms": arms, **{name: getattr(options, name) for name in names}}
     result = document("hsdp", options, nodes=NODES, ranks_per_node=PER_NODE, **arguments)
@@ -51,11 +56,10 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(arms: Sequence[str], steps: int, rounds: int, warmup: int, **size: int) -> dict[str, Any]:
     """Every rank's part: parameters, and `turns.results` with the bytes that the formula says."""
-    mesh = init_device_mesh("cpu", (NODES, PER_NODE), mesh_dim_names=("replicate", "shard"))
     models = {name: perceptron(**size) for name in arms}
     numels = [sum(p.numel() for p in layer.parameters()) for layer in models[FLOOR][0].children()]
     shards = [numel // PER_NODE for numel in numels if numel]
-    trainees = {name: [sharded(name, mesh, models[name])] for name in arms}
+    trainees = {name: [sharded(name, models[name])] for name in arms}
     for (trainee,) in trainees.values():
         trainee.settle(warmup)
     found = turns.results(trainees, turns.take_turns(trainees, rounds, steps))
@@ -64,22 +68,41 @@ def measure(arms: Sequence[str], steps: int, rounds: int, warmup: int, **size: i
     return {"parameters": sum(numels), "arms": found}
 
 
-def sharded(name: str, mesh: DeviceMesh, built: Built) -> Trainee:
+def sharded(name: str, built: Built) -> Trainee:
     """An arm's training steps."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard, distribute_module
 
     arm, (model, loss) = REPLICATED[name], built
+    native = arm.backend or (arm.codec is None and name != FLOOR)
+    # Its own names: to torch, meshes that differ in their backends alone are one, and DTensor confuses them.
+    replicate, shard = axes = f"replicate {name}", f"shard {name}"
+    inside: Any = {}
+    if arm.backend:
+        backend.register()  # as the entry point does, where the package is installed
+        inside["backend_override"] = {replicate: ("gradwire", backend.BackendOptions(arm.codec))}
+    mesh = init_device_mesh("cpu", (NODES, PER_NODE), mesh_dim_names=axes, **inside)
+    where = mesh if native else mesh[shard]
     how: Any = {
-        "mesh": mesh if arm.codec is None and name != FLOOR else mesh["shard"],
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=dtype_of(arm), output_dtype=torch.float32),
+        "mesh": where,
+        "mp_policy": fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=dtype_of(arm), output_dtype=torch.float32),
         "reshard_after_forward": False,
     }
+    if arm.whole_mesh:
+        how["dp_mesh_dims"] = fsdp.DataParallelMeshDims(shard, replicate if native else None)
+        distribute_module(
+            model,
+            where,
+            input_fn=lambda _, inputs, on: DTensor.from_local(inputs[0], on, [Shard(0)] * on.ndim),
+            output_fn=lambda _, output, on: output.to_local(),
+        )
     for layer in model.children():
         if list(layer.parameters()):
             fully_shard(layer, **how)
     fully_shard(model, **how)
-    if arm.codec is not None:
-        compress_fsdp(model, arm.codec, mesh=mesh["replicate"], exchange="gather")
+    if arm.codec is not None and not arm.backend:
+        compress_fsdp(model, arm.codec, mesh=mesh[replicate], exchange="gather")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:

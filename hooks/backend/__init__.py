@@ -14,6 +14,9 @@ __all__ = ["VARIABLE", "BackendOptions", "register", "statistics"]
 
 #: The backends that are registered, and the one beneath each; "gradwire" takes that of the accelerator.
 INNER = {"gradwire+gloo": "gloo", "gradwire+nccl": "nccl", "gradwire": "nccl" if torch.cuda.is_available() else "gloo"}
+#: True if this torch takes backends that are written in Python, as of 2.15.
+PYTHON = hasattr(dist.Backend, "_ensure_backend_registered")
+NEEDS = f"needs PyTorch 2.15 or newer, in which backends can be written in Python; this is {torch.__version__}"
 DEVICES = {"gloo": ["cpu", "cuda"], "nccl": ["cuda"]}
 
 
@@ -38,11 +41,8 @@ def statistics(group: Any = None, device: torch.device | str | None = None) -> d
 
 
 def _create(name: str, options: Any, backend_options: Any) -> Any:
-    if not hasattr(dist.Backend, "_ensure_backend_registered"):
-        raise RuntimeError(
-            f"backend={name!r} needs PyTorch 2.15 or newer, in which backends can be written in Python; this is "
-            f"{torch.__version__}: use backend={INNER[name]!r} with compress_hook or compress_fsdp"
-        )
+    if not PYTHON:
+        raise RuntimeError(f"backend={name!r} {NEEDS}: use backend={INNER[name]!r} with compress_hook or compress_fsdp")
     from .coded import create
 
     return create(INNER[name], options, backend_options)
@@ -56,7 +56,7 @@ def register() -> None:
     for name, inner in INNER.items():
         # A group has one backend of each type, so those of two devices must differ in it, as the ones beneath do.
         kind = {"_backend_type": dist.Backend.backend_type_map[inner]} if "+" in name else {}
-        if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        if not PYTHON:
             kind = {}
         devices = DEVICES[inner] if "+" in name or inner == "nccl" else ["cpu"]
         dist.Backend.register_backend(name, _creator(name), extended_api=True, devices=devices, **kind)
@@ -66,5 +66,5 @@ def _creator(name: str) -> Any:
     return lambda options, backend_options: _create(name, options, backend_options)
 
 
-if not hasattr(dist.Backend, "_ensure_backend_registered"):
+if not PYTHON:
     register()  # for the sentence that says what is missing
