@@ -27,6 +27,7 @@ from gradwire.benchmarks.sparse import allreduce
 from gradwire.benchmarks.steps import exchange, hsdp, step
 from gradwire.compress import CODECS, QSGD, Codec, OneBit, Ternary, TernGrad, TopK
 from gradwire.compress.backends import use_backend
+from gradwire.hooks import backend
 from matplotlib.text import Text
 
 
@@ -438,11 +439,13 @@ def test_what_nodes_send_by_formula() -> None:
 def test_hsdp_in_miniature(measured: Measured, rate: str) -> None:
     if rate != "none" and (reason := links.missing()) is not None:
         pytest.skip(reason)
-    document, said = measured(f"hsdp --rate {rate} --width 512 --layers 2 --rounds 2 --steps 2 --warmup 2 --arms topk")
+    arms = ["topk", "mesh", "mesh-qsgd8", *(("backend-qsgd8", "mesh-backend-qsgd8") if backend.PYTHON else ())]
+    size = "--width 512 --layers 2 --rounds 2 --steps 2 --warmup 2"
+    document, said = measured(f"hsdp --rate {rate} {size} --arms {' '.join(arms)}")
     (network,) = document["networks"]
     assert network["parameters"] == 2 * (512 * 512 + 512)
-    floor, own, topk = network["arms"]
-    assert [row["arm"] for row in network["arms"]] == ["none", "hsdp", "topk"]
+    floor, own, topk, mesh, *encoded = network["arms"]
+    assert [row["arm"] for row in network["arms"]] == ["none", "hsdp", *arms]
     assert own["formula_bytes"] == 4 * network["parameters"]
     if rate == "none":
         assert "NOT SHAPED" in said
@@ -451,10 +454,23 @@ def test_hsdp_in_miniature(measured: Measured, rate: str) -> None:
         assert floor["sent_bytes"] < 0.02 * own["sent_bytes"]
         assert own["sent_bytes"] == pytest.approx(own["formula_bytes"], rel=0.1)
         assert topk["formula_bytes"] < topk["sent_bytes"] < 0.1 * own["sent_bytes"]
+        assert mesh["sent_bytes"] == pytest.approx(own["sent_bytes"], rel=0.1)
+        for row in encoded:
+            assert row["formula_bytes"] < row["sent_bytes"] < 0.3 * own["sent_bytes"], row["arm"]
 
 
-def test_published_replicas_are_what_is_promised() -> None:
-    document = json.loads((publish.ROOT / "benchmarks/results/hsdp.json").read_text())
+def test_arms_that_need_a_newer_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "PYTHON", False)
+    options = publish.parsed(["hsdp", "--rate", "none", "--arms", "topk", "backend-qsgd8"])
+    with pytest.raises(
+        ValueError, match=r"--arms backend-qsgd8: the backend gradwire needs PyTorch 2\.15 .*leave them"
+    ):
+        hsdp.run(options)
+
+
+@pytest.mark.parametrize("name", ["hsdp", "hsdp-backend"])
+def test_published_replicas_are_what_is_promised(name: str) -> None:
+    document = json.loads((publish.ROOT / f"benchmarks/results/{name}.json").read_text())
     for row in document["networks"][0]["arms"]:
         if row["formula_bytes"]:
             assert row["sent_bytes"] == pytest.approx(row["formula_bytes"], rel=0.1), row["arm"]

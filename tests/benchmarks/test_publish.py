@@ -188,11 +188,15 @@ def test_without_links_it_says_so_and_runs_the_rest(
         Publication("first", "codecs"),
         Publication("second", "step", plot=False),
         Publication("third", "step --rate none", plot=False),
+        Publication("fourth", "hsdp --rate none --arms backend-qsgd8", plot=False),
     ]
+    monkeypatch.setattr(publish.backend, "PYTHON", False)
     with pytest.raises(ValueError, match="first failed; their figures are the older ones"):
         publish.make(set_, "shaped links need root")
     assert ran == ["codecs", "step"]
-    assert "second: left out, as shaped links need root" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "second: left out, as shaped links need root" in said
+    assert "fourth: left out, as the backend gradwire needs PyTorch 2.15" in said
 
 
 def test_markdown() -> None:
