@@ -21,7 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from training import digest
 
 pytestmark = needs_reduce_scatter
-DIMENSIONS = needs("fully_shard's dp_mesh_dims", hasattr(fsdp, "DataParallelMeshDims"))
+HAS_DIMENSIONS = hasattr(fsdp, "DataParallelMeshDims")
+DIMENSIONS = needs("fully_shard's dp_mesh_dims", HAS_DIMENSIONS)
+#: Not a multiple of the ranks, but on torch 2.9, whose `full_tensor` puts such shards together in the wrong order.
+ROWS = 6 if HAS_DIMENSIONS else 8
 
 
 class Columns(nn.Module):
@@ -34,7 +37,7 @@ class Columns(nn.Module):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         torch.manual_seed(3)
-        for name, shape, how in (("a", (6, 8), Shard(0)), ("b", (4, 6), Shard(1)), ("scale", (8,), Replicate())):
+        for name, shape, how in (("a", (ROWS, 8), Shard(0)), ("b", (4, ROWS), Shard(1)), ("scale", (8,), Replicate())):
             placements = [Replicate()] * (mesh.ndim - 1) + [how]
             setattr(self, name, nn.Parameter(distribute_tensor(torch.randn(*shape), mesh, placements)))
 
