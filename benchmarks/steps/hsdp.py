@@ -91,12 +91,11 @@ def sharded(name: str, built: Built) -> Trainee:
     }
     if arm.whole_mesh:
         how["dp_mesh_dims"] = fsdp.DataParallelMeshDims(shard, replicate if native else None)
-        distribute_module(
-            model,
-            where,
-            input_fn=lambda _, inputs, on: DTensor.from_local(inputs[0], on, [Shard(0)] * on.ndim),
-            output_fn=lambda _, output, on: output.to_local(),
-        )
+        sides: Any = {  # to torch's types these return nothing
+            "input_fn": lambda _, inputs, on: DTensor.from_local(inputs[0], on, [Shard(0)] * on.ndim),
+            "output_fn": lambda _, output, on: output.to_local(),
+        }
+        distribute_module(model, where, **sides)
     for layer in model.children():
         if list(layer.parameters()):
             fully_shard(layer, **how)
