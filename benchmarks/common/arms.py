@@ -3,7 +3,7 @@
 # Annotations stay evaluated here: DDP compares those of a hook with its own.
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from ... import CompressState, LocalUpdates, Rounds, SufficientFactors, compress
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 from ...hooks.auto.planner import HALF_PRECISION
+from ...hooks.training.recommend import is_adaptive, written
 
 FLOOR, DENSE, BASELINE = "none", "fp32", "fp16"
 #: Steps that PowerSGD's hook leaves dense: the fewest that it takes. Its default of 1000 is longer than our runs.
@@ -73,8 +74,8 @@ class Arm:
         rank: PowerSGD's.
         factors: the linear layers whose gradients `SufficientFactors` takes, by name; DDP all-reduces the others.
         bits: on the wire for each element, where nothing counts them.
-        every: steps from one exchange of parameters to the next, by `LocalUpdates`; 0: gradients, in every step.
-        delay: steps from sending these to applying them; what is trained meanwhile is kept.
+        every, rounds: steps from one exchange of parameters to the next, by `LocalUpdates`, and its options; 0:
+            gradients, in every step.
         learns_as: the arm whose learning curve holds for this one too; None: its own.
     """
 
@@ -92,7 +93,7 @@ class Arm:
     factors: tuple[str, ...] = ()
     bits: float = 32.0
     every: int = 0
-    delay: int = 0
+    rounds: Rounds = field(default_factory=Rounds)
     learns_as: str | None = None
 
     @property
@@ -102,12 +103,23 @@ class Arm:
             return f"{self.what}, rank {self.rank}, one bucket" if self.rank else self.what
         by = f" by {self.exchange}" if self.exchange else ""
         codec = label(self.codec).replace("torch.", "") + (" and zstd" if self.coded else "")
-        rounds = f", parameters every {self.every} steps" if self.every else ""
-        rounds += f", delay {self.delay}" if self.delay else ""
+        steps = "every step" if self.every == 1 else f"every {self.every} steps"
+        rounds = f", parameters {steps}" if self.every else ""
+        rounds += f", delay {self.rounds.delay}" if self.rounds.delay else ""
         rounds += ", forward overlapped" if self.overlaps else ""
         rounds += ", dp_mesh_dims" if self.whole_mesh else ""
         whose = "Horovod interface" if self.horovod else "backend gradwire" if self.backend else "gradwire"
         return f"{whose}, {codec}{by}{rounds}"
+
+    @property
+    def call(self) -> str:
+        """gradwire's call, to be pasted; empty for other arms."""
+        if self.codec is None:
+            return ""
+        if not self.every:
+            return f"model.register_comm_hook(CompressState(model, {self.codec}), compress_hook)"
+        rounds = "" if self.rounds == Rounds() else f", rounds={written(self.rounds)}"
+        return f"LocalUpdates(model, optimizer, {self.codec}, every={self.every}{rounds})"
 
     @property
     def dense_steps(self) -> int:
@@ -186,9 +198,9 @@ class Installed:
             overlap_forward(self.model, optimizer)
         if self.arm.every:
             assert self.arm.codec is not None
-            rounds = Rounds(delay=self.arm.delay, keep_local=self.arm.delay > 0)
-            every, codec = self.arm.every, self.arm.codec
-            self.state = LocalUpdates(self.module, optimizer, codec, every=every, rounds=rounds, seed=self.seed)
+            longer = self.arm.rounds.lengthen_steps and is_adaptive(optimizer)  # SGD's steps are long enough
+            how: Any = {"every": self.arm.every, "rounds": replace(self.arm.rounds, lengthen_steps=longer)}
+            self.state = LocalUpdates(self.module, optimizer, self.arm.codec, seed=self.seed, **how)
             self.state.__enter__()
         if not self.arm.horovod:
             return optimizer
@@ -308,7 +320,7 @@ ARMS = {
         Arm("local4", "#77B35E", codec=WIDE[4], every=4),
         Arm("local5", "#66AA55", codec=WIDE[5], every=5),
         Arm("local30", "#44AA77", codec=Ternary(), every=30),
-        Arm("carried", "#999933", codec=CARRIED, every=3, delay=1),
+        Arm("carried", "#999933", codec=CARRIED, every=3, rounds=Rounds(delay=1, keep_local=True)),
         Arm("auto", "#B5A900", codec=OneBit(), exchange="auto"),
         Arm("hvd-none", what="Horovod interface, float32", horovod=True),
         Arm("hvd-onebit", codec=OneBit(), horovod=True),
@@ -342,10 +354,21 @@ TRAINED = {
 TRAINED["powersgd"] = replace(ARMS["powersgd"], rank=4)
 TRAINED["auto"] = replace(ARMS["auto"], codec=EIGHT_PERCENT, learns_as="topk8")
 
-#: The demo's: beside PyTorch's own ways, what is recommended under AdamW for so many times fewer bytes.
+
+def recommended(optimizer: str, times: float, colour: str = Arm.colour) -> Arm:
+    """What is recommended under an optimizer for so many times fewer bytes."""
+    found, name = recommend(optimizer, ratio=times), f"{times:g}x"
+    if found.rounds is None:
+        return Arm(name, colour, codec=found.codec)
+    return Arm(name, colour, codec=found.codec, every=found.every, rounds=Rounds(**found.rounds))
+
+
+#: The demo's, beside PyTorch's own ways.
 DEMONSTRATED = {name: ARMS[name] for name in (DENSE, BASELINE)} | {
-    name: Arm(name, colour, codec=recommend("adamw", ratio=times).codec)
-    for name, colour, times in (("7x", "#0072B2", 7), ("20x", "#D55E00", 20), ("100x", "#CC79A7", 100))
+    arm.name: arm
+    for arm in (
+        recommended("adamw", times, colour) for times, colour in ((7, "#0072B2"), (20, "#D55E00"), (100, "#CC79A7"))
+    )
 }
 
 #: `gradwire-bench hsdp`'s, between replicas of a sharded model; `bits` are those of FSDP's own reductions.

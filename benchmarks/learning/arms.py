@@ -174,6 +174,7 @@ LEARNED = {
     "kept5-longer": LearningArm(
         ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5, unsent=True, lengthened=True)
     ),
+    "local3-longer": LearningArm(QSGD(), "two_pass", Residual(), rounds=RoundSchedule(3, lengthened=True)),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),
     "stages4-q6-q4": _stages(6, 4),

@@ -216,7 +216,7 @@ def time_steps(
     turns = take_turns(trainees, timed, 1, begin, opening, after=lambda name: say(1, TRAINED[name].title))
     result: dict[str, dict[str, Any]] = {}
     for name, (one,) in trainees.items():
-        times, delay = [turn.wall for turn in turns[name]], TRAINED[name].delay
+        times, delay = [turn.wall for turn in turns[name]], TRAINED[name].rounds.delay
         result[name] = {"times_s": [means(turn, one.every)[0] for turn in times], "sends": one.installed.sends()}
         if one.every > 1 + delay:
             result[name]["alone_s"] = [means(turn[delay:-1], one.every)[0] for turn in times]

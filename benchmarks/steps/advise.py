@@ -38,11 +38,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ... import compress, recommend
+from ... import compress
 from ...compress import Codec
 from ..common import report
 from ..common.arguments import expect_at_least
-from ..common.arms import ARMS, BASELINE, DENSE, FLOOR, Arm
+from ..common.arms import ARMS, BASELINE, DENSE, FLOOR, Arm, recommended
 from ..common.launch import LinkError
 from ..common.models import load
 from ..links import flags, links
@@ -125,10 +125,7 @@ def arms_of(optimizer: str, ratios: Sequence[float], codecs: Sequence[str]) -> d
         ValueError: a ratio or a codec makes no sense, or there is none.
     """
     arms = {name: ARMS[name] for name in (FLOOR, *OWN)}
-    for ratio in ratios:
-        found = recommend(optimizer, ratio=ratio)
-        every = found.every if found.every > 1 else 0
-        arms[f"{ratio:g}x"] = Arm(f"{ratio:g}x", codec=found.codec, every=every)
+    arms |= {arm.name: arm for arm in (recommended(optimizer, ratio) for ratio in ratios)}
     for text in codecs:
         try:
             codec = eval(text, {"torch": torch, **vars(compress)})  # of the user's own command line
@@ -289,7 +286,7 @@ def summarize(launches: Sequence[Sequence[Mapping[str, Any]]], arms: Mapping[str
                 "arm": name,
                 "title": arm.title,
                 "codec": None if arm.codec is None else repr(arm.codec),
-                "every": arm.every,
+                "call": arm.call,
                 "best": best,
                 "step_s": step[name],
                 "gain": report.median([ratio for launch in ratios for ratio in launch]),
@@ -336,10 +333,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], emulated: Mapping[str, bool] | No
         return {"answer": UNKNOWN, "says": f"Cannot tell: {saw}; stop what else runs here, or give it more --seconds."}
     text = f"Compress: {saw} ({fastest['step_s'] * 1e3:.3g} ms instead of {best['step_s'] * 1e3:.3g}). That is about "
     text += "time alone: see first whether your model learns as well; gradwire.recommend names codecs that have."
-    if not fastest["every"]:
-        call = f"CompressState(model, {fastest['codec']}), compress_hook"
-        text += f"\n    model.register_comm_hook({call})"
-    return {"answer": COMPRESS, "says": text}
+    return {"answer": COMPRESS, "says": f"{text}\n    {fastest['call']}"}
 
 
 def tables(result: Mapping[str, Any]) -> list[report.Table]:

@@ -14,9 +14,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.feedback.base import betas_of
 from ..comm.untraced import untraced
-from .recommend import LESS_MOMENTUM, MOST_MOMENTUM, is_adaptive, orthogonalises, ratio_of, recommend, written
+from .recommend import (
+    LESS_MOMENTUM,
+    MOST_MOMENTUM,
+    chunked,
+    is_adaptive,
+    orthogonalises,
+    ratio_of,
+    recommend,
+    written,
+)
 
 T = TypeVar("T")
+SOURCE = "(gradwire.recommend)"
 
 
 def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool) -> str | None:
@@ -26,10 +36,9 @@ def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool
     """
     name, inner = type(optimizer).__name__, codec.inner if isinstance(codec, Outliers) else codec
     if feedback and orthogonalises(optimizer) and not isinstance(codec, Cast | QSGD):
-        instead = recommend(optimizer, ratio=min(max(ratio_of(codec), 3.0), 2000.0)).call
         return (
             f"{codec} with {name}: it gives every direction of a gradient the same size, and errors of compression "
-            f"too, so that the model ends worse: take {instead} (gradwire.recommend)"
+            f"too, so that the model ends worse: take {_recommended(optimizer, codec)}"
         )
     if feedback and isinstance(codec, TopK | ChunkedTopK):
         return _too_much_momentum(optimizer, codec)
@@ -56,8 +65,8 @@ def _too_much_momentum(optimizer: torch.optim.Optimizer, codec: Codec) -> str | 
         return None
     return (
         f"{codec} with {type(optimizer).__name__}: its residual sends gradients late, which acts as a momentum, and "
-        f"beside a β1 of {first:g} the model ends worse: give it betas=({LESS_MOMENTUM:g}, {second:g}) "
-        f"(gradwire.recommend), or let it be and pass error_feedback=Lead(momentum={first:g}, "
+        f"beside a β1 of {first:g} the model ends worse: take {_recommended(optimizer, codec)}, or give the optimizer "
+        f"betas=({LESS_MOMENTUM:g}, {second:g}), or let it be and pass error_feedback=Lead(momentum={first:g}, "
         f"acts_as={LESS_MOMENTUM:g}), with about twice the learning rate"
     )
 
@@ -65,9 +74,15 @@ def _too_much_momentum(optimizer: torch.optim.Optimizer, codec: Codec) -> str | 
 def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
     """Better arguments, for `CompressState`, `compress_fsdp` or Horovod's `Compression.codec`."""
     other = recommend(optimizer, ratio=ratio_of(codec))
-    momentum = "" if other.momentum is None else f" and with a β1 of {other.momentum:g}"
-    instead = f"{written(other.codec)}, error_feedback={written(other.feedback)}"
-    return f"For as few bytes{momentum} take {instead} (gradwire.recommend)"
+    if other.rounds is None:
+        return f"For as few bytes take {written(other.codec)}, error_feedback={written(other.feedback)} {SOURCE}"
+    same = written(chunked(ratio_of(codec)))
+    return f"For as few bytes take {other.call} {SOURCE}, or {same} as its codec and a β1 of {LESS_MOMENTUM:g}"
+
+
+def _recommended(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
+    """What to write for about as few bytes."""
+    return f"{recommend(optimizer, ratio=min(max(ratio_of(codec), 3.0), 2000.0)).call} {SOURCE}"
 
 
 #: By owner: ids of its parameters whose optimizers have not stepped yet, and the check of these. The owner keeps its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -14,24 +15,19 @@ from ...compress.codecs.chunked_topk import MOST_ENTRIES
 from ...compress.feedback.base import Feedback
 
 #: See docs/tables-learning.md.
-CHUNKED = (
-    "sends the largest elements of each chunk, in two bits each and with the chunk's own levels, and keeps the rest in "
-    "a residual. Of all codecs this small, models under adaptive optimizers have ended closest to float32 with it. "
-    "What the residual holds back arrives late, which acts as momentum: give the optimizer a β1 of 0.5, as models end "
-    "clearly worse with 0.9. Compare losses at your own size first: one model of 116 million parameters ended a fifth "
-    "above float32. Where queries and keys are not normalized, try LocalUpdates with every=1, "
-    "rounds=Rounds(keep_unsent=True, lengthen_steps=True) and a β1 of 0.9"
+KEPT = (
+    "lets every rank step by itself, and exchanges the parameters' progress: the largest elements of each chunk, in "
+    "two bits each and with the chunk's own levels. What a rank has not sent stays in its own parameters, as gradients "
+    "that arrive late have cost GPT-2's model a fifth of its loss and more, and each tensor's steps are made as long "
+    "as those of one optimizer on the mean gradient. Where late gradients cost most, models have ended closest to "
+    "float32 with it. Leave β1 and the learning rate as they are. A model that normalizes queries and keys may end "
+    "closer with the same codec in a CompressState and a β1 of 0.5. Compare losses at your own size first: it has not "
+    "been tried above 1 million parameters"
 )
 OUTLIERS = (
     "sends the largest elements exactly and the signs of the others, and keeps the rest in a residual. Under SGD the "
     "outliers decide, and a small model has ended as close to float32 with it as with any codec this small. On a "
     "larger one, where it has not been tried, TernGrad() reached float32's loss"
-)
-LOCAL = (
-    "lets every rank step by itself, and every few steps exchanges the parameters' progress: the largest elements of "
-    "each chunk, in two bits each. Of all ways this small, models have ended closest to float32 with it, given a β1 of "
-    "0.8 and twice float32's learning rate. rounds=Rounds(delay=1, keep_local=True) hides the latency of a distance. "
-    "Compare losses at your own size first: it has not been tried above 10 million parameters"
 )
 MUON = (
     "lets every rank step by itself, and every few steps exchanges the parameters' progress. Muon gives every "
@@ -45,17 +41,16 @@ SPARSE = (
     "sends the largest elements in 8 bits each, and keeps the rest in a residual, which arrives late: expect a worse "
     "model after a short run, and tune the learning rate again"
 )
-#: β1 of Adam and its kin beside a residual that keeps most of a gradient back.
-LESS_MOMENTUM = 0.5
-#: The same for parameters' differences, where gradients reach the optimizer whole. Above it the residual shows.
-MOST_MOMENTUM = 0.8
+#: β1 of Adam and its kin beside a residual that keeps most of a gradient back, and the largest beside which it does
+#: not show.
+LESS_MOMENTUM, MOST_MOMENTUM = 0.5, 0.8
 #: Elements of a chunk, largest first: larger chunks allow a better choice, with as many bits for an entry's index.
 CHUNKS = (65536, 32768, 16384, 8192, 4096)
-#: Largest ratios with which models have been trained, for two ranks: by gradients, and by parameters' differences every
-#: fourth step, which takes a twentieth of a step over 25 ms at 100 Mbit/s.
-MOST_TIMES, MOST_TIMES_LOCAL, STEPS_APART = 400.0, 1000.0, 4
-#: The same of parameters' differences under Muon, the steps between two rounds of them with ChunkedTopK, and with QSGD.
-MOST_TIMES_MUON, STEPS_APART_MUON, QSGD_STEPS_APART = 1000.0, 5, 3
+#: Steps between two rounds of parameters' differences with ChunkedTopK, up to a ratio, for two ranks; beyond it they
+#: are further apart. With QSGD they are this many steps apart at most.
+STEPS_APART, MOST_TIMES, QSGD_STEPS_APART = 5, 1000.0, 3
+#: The largest ratio with which models have been trained so under Adam; under Muon that is `MOST_TIMES`.
+MOST_TIMES_ADAM = 110.0
 #: Number of elements for which ratios are computed.
 MILLION = 1_000_000
 
@@ -65,13 +60,14 @@ class Recommendation:
     """A codec and a feedback, with the reason.
 
     Attributes:
-        codec, feedback: for `CompressState(model, codec, error_feedback=feedback)`; with `every` above 1 for
-            `LocalUpdates` instead.
+        codec, feedback: for `CompressState(model, codec, error_feedback=feedback)`, of gradients; with `rounds` for
+            `LocalUpdates`, of parameters.
         ratio: bytes a step of float32 divided by those of the codec.
         why: a sentence or two, with the measured results.
-        every: steps from one exchange to the next: 1, of gradients, or more, of parameters.
-        momentum: the optimizer's β1; None: unchanged.
+        every: steps from one exchange to the next.
+        momentum: the optimizer's β1; None: as it is.
         exchange: of `LocalUpdates`.
+        rounds: arguments of its `Rounds`; None: gradients are exchanged.
     """
 
     codec: Codec
@@ -81,14 +77,17 @@ class Recommendation:
     every: int = 1
     momentum: float | None = None
     exchange: str = "auto"
+    rounds: Mapping[str, bool] | None = None
 
     @property
     def call(self) -> str:
         """The code to write."""
-        if self.every == 1:
-            return f"CompressState(model, {written(self.codec)}, error_feedback={written(self.feedback)})"
+        feedback = f"error_feedback={written(self.feedback)}"
+        if self.rounds is None:
+            return f"CompressState(model, {written(self.codec)}, {feedback})"
         exchange = "" if self.exchange == "auto" else f"exchange={self.exchange!r}, "
-        how = f"every={self.every}, {exchange}error_feedback={written(self.feedback)}"
+        options = ", ".join(f"{name}={value}" for name, value in self.rounds.items())
+        how = f"every={self.every}, {exchange}{feedback}" + (f", rounds=Rounds({options})" if options else "")
         return f"LocalUpdates(model, optimizer, {written(self.codec)}, {how})"
 
     def __str__(self) -> str:
@@ -126,14 +125,13 @@ def recommend(
     if orthogonalises(optimizer):
         if times <= QSGD_STEPS_APART * ratio_of(QSGD()):
             every = max(2, math.ceil(times / ratio_of(QSGD())))
-            return Recommendation(QSGD(), Residual(), every * ratio_of(QSGD()), MUON, every)
-        return _rounds(times, STEPS_APART_MUON, MOST_TIMES_MUON, MUON)
+            return Recommendation(QSGD(), Residual(), every * ratio_of(QSGD()), MUON, every, rounds={})
+        return _rounds(times, STEPS_APART, MOST_TIMES, MUON, "gather")
     if times <= ratio_of(QSGD()):
         return _recommendation(QSGD(), False, "4 bits an element, unbiased: nothing is kept, and nothing arrives late")
     if is_adaptive(optimizer):
-        if times <= MOST_TIMES:
-            return _recommendation(_chunked(times), Residual(), CHUNKED, LESS_MOMENTUM)
-        return _rounds(times, STEPS_APART, MOST_TIMES_LOCAL, LOCAL, MOST_MOMENTUM)
+        apart = min(STEPS_APART, math.ceil(times / ratio_of(ChunkedTopK(MOST_ENTRIES))))
+        return _rounds(times, apart, MOST_TIMES_ADAM, KEPT, keep_unsent=True, lengthen_steps=True)
     other = "" if name.lower() == "sgd" else f". Nothing has been measured with {name}: this is the advice for SGD"
     if times <= ratio_of(Outliers(OneBit())):
         return _recommendation(Outliers(OneBit()), Residual(), OUTLIERS + other)
@@ -150,23 +148,23 @@ def written(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(arguments)})"
 
 
-def _recommendation(codec: Codec, feedback: Feedback | bool, why: str, momentum: float | None = None) -> Recommendation:
-    return Recommendation(codec, feedback, ratio_of(codec), why, momentum=momentum)
+def _recommendation(codec: Codec, feedback: Feedback | bool, why: str) -> Recommendation:
+    return Recommendation(codec, feedback, ratio_of(codec), why)
 
 
-def _rounds(times: float, apart: int, most: float, why: str, momentum: float | None = None) -> Recommendation:
-    """Rounds `apart` steps apart, or more beyond `most` times fewer bytes."""
-    every = math.ceil(apart * max(times / most, 1.0))
-    codec = _chunked(times / every)
-    why += UNTRIED if times > most else ""
-    return Recommendation(codec, Residual(), every * ratio_of(codec), why, every, momentum, "gather")
+def _rounds(times: float, apart: int, tried: float, why: str, exchange: str = "auto", **rounds: bool) -> Recommendation:
+    """Rounds so many steps apart, or more; models have been trained so with up to `tried` times fewer bytes."""
+    every = math.ceil(apart * max(times / MOST_TIMES, 1.0))
+    codec = chunked(times / every)
+    why += UNTRIED if times > tried else ""
+    return Recommendation(codec, Residual(), every * ratio_of(codec), why, every, None, exchange, rounds)
 
 
 def ratio_of(codec: Codec) -> float:
     return 4.0 * MILLION / codec.wire_bytes(MILLION)
 
 
-def _chunked(times: float) -> ChunkedTopK:
+def chunked(times: float) -> ChunkedTopK:
     """The codec of this ratio with the largest chunk, and the most entries of it."""
     whole = [ChunkedTopK(MOST_ENTRIES, chunk, values=2) for chunk in CHUNKS]
     codec = next((codec for codec in whole if ratio_of(codec) <= times), whole[-1])

@@ -120,7 +120,8 @@ def test_advice_follows_the_steps() -> None:
     text = said(steady(fp16=0.5, **{"100_": 0.1}))["says"]
     assert text.startswith("Compress: with gradwire, ChunkedTopK(")
     assert "5.00 [5.00, 5.00] times as fast as with PyTorch's fp16 hook" in text
-    assert "register_comm_hook(CompressState(model, ChunkedTopK(" in text
+    assert text.endswith("every=5, rounds=Rounds(keep_unsent=True, lengthen_steps=True))")
+    assert "register_comm_hook(CompressState(model, QSGD(" in said(steady(**{"7_": 0.1}))["says"]
     text = said(steady(fp16=0.5, **{"100_": 0.49}))["says"]
     assert text.startswith("Do not compress with gradwire: with gradwire, ChunkedTopK(")
     assert "fp16 hook is 2.00 times as fast as PyTorch DDP: model.register_comm_hook(None," in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +69,7 @@ def test_nothing_is_recommended_that_is_warned_of(make: Callable[..., torch.opti
     found = recommend(make(), ratio=ratio)
     optimizer = make() if found.momentum is None else make(betas=(found.momentum, 0.99))
     # Where parameters are exchanged, the optimizer sees nothing of the codec.
-    assert found.every > 1 or known_problem(optimizer, found.codec, found.feedback is not False) is None
+    assert found.rounds is not None or known_problem(optimizer, found.codec, found.feedback is not False) is None
 
 
 @pytest.mark.parametrize(
@@ -95,20 +94,18 @@ def test_a_wish_that_cannot_be_met_is_refused(options: dict[str, Any], error: ty
 
 
 def test_a_recommendation_can_be_read_and_pasted() -> None:
+    kept = "error_feedback=Residual(), rounds=Rounds(keep_unsent=True, lengthen_steps=True)"
     found = recommend("adamw", ratio=20)
-    assert str(found).startswith("CompressState(model, ChunkedTopK(k=1024), error_feedback=Residual()): ")
-    assert "one model of 116 million parameters ended a fifth above float32" in found.why
-    assert found.momentum == 0.5
+    assert str(found).startswith(f"LocalUpdates(model, optimizer, ChunkedTopK(k=1024), every=1, {kept}): ")
+    assert "not been tried above 1 million parameters" in found.why
     assert recommend("sgd", ratio=20).momentum is None
     assert "measured with" not in recommend(torch.optim.SGD, ratio=20).why
     assert "measured with adm: this is the advice for SGD" in recommend("adm", ratio=20).why
     rare = recommend("adamw", ratio=500)
     assert isinstance(rare.codec, ChunkedTopK)
-    how = "every=4, exchange='gather', error_feedback=Residual()"
-    assert rare.call == f"LocalUpdates(model, optimizer, ChunkedTopK(k={rare.codec.k}, chunk=32768), {how})"
-    assert rare.momentum == 0.8
-    assert recommend("adamw", ratio=2000).every == 8
-    assert [UNTRIED in recommend("adamw", ratio=ratio).why for ratio in (500, 1000, 2000)] == [False, False, True]
+    assert rare.call == f"LocalUpdates(model, optimizer, ChunkedTopK(k={rare.codec.k}, chunk=16384), every=5, {kept})"
+    assert [recommend("adamw", ratio=ratio).every for ratio in (20, 40, 100, 1000, 2000)] == [1, 2, 5, 5, 10]
+    assert [UNTRIED in recommend("adamw", ratio=ratio).why for ratio in (20, 100, 120)] == [False, False, True]
     how = "every=5, exchange='gather', error_feedback=Residual()"
     assert recommend("Muon", ratio=100).call == f"LocalUpdates(model, optimizer, ChunkedTopK(k=1024), {how})"
     assert recommend("Muon", ratio=100).momentum is None
@@ -116,8 +113,7 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     assert [UNTRIED in recommend("muon", ratio=ratio).why for ratio in (1000, 1100)] == [False, True]
     names: dict[str, Any] = {**vars(gradwire), "torch": torch, "model": None}
     names["CompressState"] = lambda _, *made, **kept: (*made, kept)
-    for optimizer, ratio in itertools.product(("sgd", "adamw"), (2, 4, 20, 30, 200)):
-        found = recommend(optimizer, ratio=ratio)
+    for found in (recommend("sgd", ratio=ratio) for ratio in (2, 4, 20, 30, 200)):
         assert eval(found.call, names) == (found.codec, {"error_feedback": found.feedback})
 
 
@@ -125,8 +121,8 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
 def test_what_is_recommended_can_be_made(rank: int) -> None:
     """Rounds in 9 steps, and whether ranks agree at the end."""
     model = perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.99))
-    names = vars(gradwire) | {"torch": torch, "model": model, "optimizer": optimizer}
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {name: getattr(gradwire, name) for name in gradwire.__all__} | {"model": model, "optimizer": optimizer}
     updates = eval(recommend(optimizer, ratio=900).call, names)
     for step in range(9):
         model(batch(rank, step, model)).square().mean().backward()
@@ -136,7 +132,7 @@ def test_what_is_recommended_can_be_made(rank: int) -> None:
     updates.synchronise()
     same = len(set(updates._running().session.control.all_gather_object(digest(model.parameters())))) == 1
     updates.close()
-    assert (rounds, same) == (2, True)
+    assert (rounds, same) == (1, True)
 
 
 def test_who_divides_by_a_size_of_its_own() -> None:
@@ -168,13 +164,13 @@ def test_who_is_warned_of(codec: Codec) -> None:
         if text is not None:
             assert str(codec) in text
             assert type(optimizer).__name__ in text
-            call = recommend(optimizer, ratio=4e6 / codec.wire_bytes(10**6)).call
-            instead = call.removeprefix("CompressState(model, ").removesuffix(")")
+            call = recommend(optimizer, ratio=max(4e6 / codec.wire_bytes(10**6), 3.0)).call
+            instead = call.removeprefix("CompressState(model, ")
+            instead = instead if instead == call else instead.removesuffix(")")
             lead = "Lead(momentum=0.9, acts_as=0.5)"
             assert (lead in text) == few
-            assert (
-                "betas=(0.5, 0.999) (gradwire.recommend)" if few else f"take {instead} (gradwire.recommend)"
-            ) in text
+            assert f"take {call if few else instead} (gradwire.recommend)" in text
+            assert ("betas=(0.5, 0.999)" in text) == few
 
 
 class DistributedMuon(torch.optim.Optimizer):
