@@ -121,6 +121,14 @@ def ended(name: str, arm: str) -> str:
     return side if len(found[arm].losses) < 2 else f"{side} [{off['low']:+.1f}, {off['high']:+.1f}]"
 
 
+def in_short(name: str, arm: str) -> str:
+    """The same in a table's cell: "-1.0 % [-1.9, -0.1]"."""
+    text = ended(name, arm)
+    number, _, side, *interval = text.split(" ", 3)
+    sign = "-" if side == "below" else "+"
+    return " ".join([f"{sign}{number} %", *interval]) if interval else f"{sign}{number} % (one seed)"
+
+
 def said(text: str) -> str:
     """A page as one line, without the words between a figure and its interval."""
     return re.sub(r" (float32's loss|float32|it) (\[)", r" \2", " ".join(text.split()))
@@ -136,9 +144,23 @@ def test_pages_say_how_models_ended() -> None:
     assert f"`LocalUpdates` ends {late['local10-ternary']} float32 and `TernGrad` {late['terngrad'][:5]}" in results
     side, _, interval = long.partition(" [")
     assert f"ended {side} float32 with 21 times fewer bytes [{interval}" in choose
-    for arm, times in (("chunked25-b5", 21), ("wide1.5-b5", 103), ("wide0.7-b5", 207)):
-        side, _, interval = ended("learn-adamw", arm).partition(" [")
-        assert f"{side} with {times} times [{interval}" in choose
+    rows = cells((ROOT / "docs" / "choose.md").read_text("utf-8"))
+    for title, *where in (
+        ("`LocalUpdates` as above, every step", ("learn-gpt2-seeds", "kept1-longer"), ("learn-kept", "kept1-longer")),
+        ("the same every 5 steps", ("learn-gpt2", "kept5-longer"), ("learn-kept", "kept5-longer")),
+        (
+            "`QSGD()` every 3 steps, with `lengthen_steps`",
+            ("learn-gpt2", "local3-longer"),
+            ("learn-kept", "local3-longer"),
+        ),
+        (
+            "DDP's hook, `ChunkedTopK(k=1024)`, a β1 of 0.5",
+            ("learn-gpt2", "chunked25-b5"),
+            ("learn-adamw", "chunked25-b5"),
+        ),
+        ("DDP's hook, `QSGD()`", ("learn-gpt2", "qsgd4"), ("learn-unbiased", "qsgd4")),
+    ):
+        assert rows[title][1:] == [in_short(*one) for one in where], title
 
 
 def test_published_figures_name_the_machine_and_the_command() -> None:
