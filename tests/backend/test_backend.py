@@ -14,7 +14,7 @@ import tomllib
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from pages import blocks
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial
 
 NEW = hasattr(dist.Backend, "_ensure_backend_registered")
 on_new_torch = needs("backends in Python, which 2.15 has", NEW)
@@ -469,10 +471,10 @@ def test_the_page_runs_and_a_process_may_end_as_it_likes() -> None:
 # -- trainers --------------------------------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, rank: int, steps: int = 12) -> list[float]:
+def train(model: nn.Module, rank: int, steps: int = 12, optimizers: Any = torch.optim.SGD) -> list[float]:
     x = given_to(rank, 64 * 32).view(64, 32)
     target = x[:, :8] * 2 - x[:, 8:16]
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3), []
+    optimizer, losses = optimizers(model.parameters(), lr=0.3), []
     for _ in range(steps):
         loss = nn.functional.mse_loss(model(x), target)
         loss.backward()
@@ -489,26 +491,33 @@ def net() -> nn.Module:
 
 @on_new_torch
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @on_ranks(4)
-def test_native_hybrid_sharding(rank: int) -> bytes:
-    """Hybrid sharding by `fully_shard` alone: its all-reduce between replicas is encoded, and they stay equal."""
+def test_native_hybrid_sharding(rank: int, compiled: bool) -> bytes:
+    """Hybrid sharding by `fully_shard` alone: its all-reduce between replicas is encoded, and they stay equal. So are
+    sums of DTensors on this mesh."""
     backend.register()
     options: Any = {"replicate": ("gradwire", BackendOptions(min_numel=1))}  # torch's types have no own options
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"), backend_override=options)
     model: Any = fully_shard(net(), mesh=mesh)
-    losses = train(model, rank)
+    trained: Any = torch.compile(model, backend="eager") if compiled else model
+    losses = train(trained, rank)
     assert losses[-1] < 0.7 * losses[0]
     assert statistics(mesh.get_group("replicate"))["encoded"] == len(losses)
+    summand = DTensor.from_local(given_to(rank, 4096), mesh["replicate"], [Partial()])
+    total, exact = summand.full_tensor(), given_to(rank % 2, 4096) + given_to(rank % 2 + 2, 4096)
+    assert 0 < float((total - exact).norm() / exact.norm()) < 0.05
     return b"".join(p.full_tensor().detach().numpy().tobytes() for p in model.parameters())
 
 
 @on_new_torch
 @on_ranks(2)
-def test_ddp_and_compiled_graphs(rank: int) -> bytes:
+def test_ddp_with_zero_and_compiled_graphs(rank: int) -> bytes:
     mine = group("qsgd8")
     model = nn.parallel.DistributedDataParallel(net(), process_group=mine)
     before = statistics(mine)["encoded"]
-    losses = train(model, rank)
+    sharded = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, process_group=mine)
+    losses = train(model, rank, optimizers=sharded)
     assert losses[-1] < 0.7 * losses[0]
     assert statistics(mine)["encoded"] >= before + len(losses)
 
