@@ -32,7 +32,6 @@ from pages import blocks
 from ranks import Pool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial
 
 NEW = hasattr(dist.Backend, "_ensure_backend_registered")
@@ -513,6 +512,8 @@ def test_native_hybrid_sharding(rank: int, compiled: bool) -> bytes:
 @on_new_torch
 @on_ranks(2)
 def test_ddp_with_zero_and_compiled_graphs(rank: int) -> bytes:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns before torch 2.15
+
     mine = group("qsgd8")
     model = nn.parallel.DistributedDataParallel(net(), process_group=mine)
     before = statistics(mine)["encoded"]
