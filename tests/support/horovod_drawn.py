@@ -130,17 +130,23 @@ class Step(Short):
 
 @dataclass(frozen=True, repr=False)
 class Join(Short):
-    """`steps` on each rank, the last of the longest with an overflow or not; then all join."""
+    """`steps` on each rank, the last of the longest with an overflow or not; then all join.
+
+    Attributes:
+        late: whether the overflow is in the step before that.
+        saved: a checkpoint for all ranks follows each step, also while some have joined.
+    """
 
     steps: tuple[int, ...]
     overflow: Overflow | None = None
-    late: bool = False  # whether the overflow is in the step before that
+    late: bool = False
+    saved: bool = False
 
 
 @dataclass(frozen=True, repr=False)
 class Resume(Short):
-    """A checkpoint, "local", "consolidated" or "broadcast" (by rank 0, which alone loads a consolidated one), loaded by
-    fresh optimizers or the running ones."""
+    """A checkpoint, "local", "alone" (of rank 0, whose running optimizer loads it), "consolidated" or "broadcast" (by
+    rank 0, which alone loads a consolidated one), loaded by fresh optimizers or the running ones."""
 
     kind: str = "local"
     fresh: bool = True
@@ -320,6 +326,11 @@ class Machine:
         for index in range(steps[self.rank]):
             overflow = event.overflow if index == max(steps) - 1 - event.late else None
             self._step(Step(overflow=overflow), [rank for rank, count in enumerate(steps) if count > index])
+            for model in self.models if event.saved and self.configuration.codec is not None else ():
+                saved = model.optimizer.consolidated_state_dict()["gradwire"]
+                parts = zip(model.optimizer._names, model.wanted, strict=True)
+                left = [saved["residuals"].get(name, torch.zeros_like(wanted)) for name, wanted in parts]
+                self._check_law(model, [part.double() / saved["scale"] for part in left], 0.0)
         last = hvd.join()
         if steps[last] != max(steps):
             last = steps.index(max(steps))
@@ -334,11 +345,13 @@ class Machine:
     def resume(self, event: Resume) -> None:
         for model in self.models:
             old = model.optimizer
-            if event.fresh:
+            if event.fresh and event.kind != "alone":
                 model.parameters = [nn.Parameter(p.detach().clone()) for p in model.parameters]
                 self._wrap(model)
-            saved = through_a_file(old.state_dict() if event.kind == "local" else old.consolidated_state_dict())
-            if event.kind != "broadcast" or self.rank == 0:
+            saved = through_a_file(
+                old.state_dict() if event.kind in ("local", "alone") else old.consolidated_state_dict()
+            )
+            if event.kind in ("local", "consolidated") or self.rank == 0:
                 model.optimizer.load_state_dict(saved)
             if event.kind == "broadcast":
                 hvd.broadcast_optimizer_state(model.optimizer, 0)
@@ -369,19 +382,21 @@ class Machine:
 
     def _check(self) -> None:
         for model in self.models:
-            where = f"{self.at}, optimizer {model.stream}"
             if len(set(hvd.allgather_object(digest(model.parameters)))) > 1:
-                self.violations.append(f"{where}: weights differ between ranks")
+                self.violations.append(f"{self.at}, optimizer {model.stream}: weights differ between ranks")
             left = self._mean_residuals(model)
             rounded = torch.tensor(sum(self.rounded_off), dtype=torch.float64)
-            allowed = 1.01 * float(hvd.allreduce(rounded, op=hvd.Sum))
-            if not self.configuration.nothing_is_lost:
-                continue
-            for index, (wanted, received) in enumerate(zip(model.wanted, model.received, strict=True)):
-                model.largest[index] = max(model.largest[index], float(wanted.norm()), float(received.norm()))
-                missing = float((received + left[index] - wanted).norm()) / model.largest[index]
-                if not missing < TOLERANCE + allowed / model.largest[index]:
-                    self.violations.append(f"{where}, p{index}: {missing:.1e} of the gradient is missing")
+            self._check_law(model, left, 1.01 * float(hvd.allreduce(rounded, op=hvd.Sum)))
+
+    def _check_law(self, model: Model, left: Sequence[Tensor], allowed: float) -> None:
+        """What was wanted was received, or is `left` in the mean, but for as much as is `allowed`."""
+        sums = zip(model.wanted, model.received, left, strict=True)
+        for index, (wanted, received, rest) in enumerate(sums if self.configuration.nothing_is_lost else ()):
+            model.largest[index] = max(model.largest[index], float(wanted.norm()), float(received.norm()))
+            missing = float((received + rest - wanted).norm()) / model.largest[index]
+            if not missing < TOLERANCE + allowed / model.largest[index]:
+                where = f"{self.at}, optimizer {model.stream}, p{index}"
+                self.violations.append(f"{where}: {missing:.1e} of the gradient is missing")
 
     def _mean_residuals(self, model: Model) -> list[Tensor]:
         """In units of a loss that is not scaled."""

@@ -275,7 +275,7 @@ class GradientReducer:
             if self.state is not None:
                 if self.loss_scale.skips and self.loss_scale.updated():
                     self.state.settle(applied=True)  # or put back already
-                self.state.follow_scale(self.loss_scale.read() or 1.0)
+                self.state.follow_scale(self.loss_scale.read() or self.unscaling.likely(self.state.scale))
 
     @property
     def _largest_norm(self) -> float | None:

@@ -161,8 +161,8 @@ class CompressionState:
         self.feedback.load(vectors, state.get("owned", {}))
         self._steps = dict(state["steps"])
         self.scale = state["scale"] or 1.0
+        # Exchanges stay: one rank may load alone, and join before it could say that its own are new.
         self.consolidated = state["rank"] == -1
-        self._buckets.clear()
 
     def disconnect(self) -> None:
         """Release the connections and every buffer, but keep the feedback."""

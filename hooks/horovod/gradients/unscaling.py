@@ -51,6 +51,11 @@ class Unscaling:
             return bool(self._found)
         return False
 
+    def likely(self, scale: float) -> float:
+        """A checkpoint's `scale`, where a scaler that may still come has it; or else 1, of gradients without one."""
+        scalers = [reference() for reference in self._found or ()] if scale != 1.0 else []
+        return scale if any(scaler is not None and scaler.get_scale() == scale for scaler in scalers) else 1.0
+
     def _entries(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.amp.GradScaler, dict[str, Any]]]:
         """The scalers that have come to it, and their entries of it."""
         for reference in self._found or ():
