@@ -31,8 +31,9 @@ def theirs(rank: int, name: str) -> str:
         def _barrier(self, *args: Any, **options: Any) -> None:
             dist.barrier()
 
-    case = Case(name)
-    case.rank, Case.world_size = rank, dist.get_world_size()
+    kind: Any = Case
+    case, kind.world_size = kind(name), dist.get_world_size()
+    case.rank = rank
     test = getattr(case, name)
     if getattr(test, "__unittest_skip__", False):
         return f"skipped: {test.__unittest_skip_why__}"
