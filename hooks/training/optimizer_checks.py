@@ -17,7 +17,6 @@ from ..comm.untraced import untraced
 from .recommend import (
     LESS_MOMENTUM,
     MOST_MOMENTUM,
-    chunked,
     is_adaptive,
     orthogonalises,
     ratio_of,
@@ -76,8 +75,7 @@ def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
     other = recommend(optimizer, ratio=ratio_of(codec))
     if other.rounds is None:
         return f"For as few bytes take {written(other.codec)}, error_feedback={written(other.feedback)} {SOURCE}"
-    same = written(chunked(ratio_of(codec)))
-    return f"For as few bytes take {other.call} {SOURCE}, or {same} as its codec and a β1 of {LESS_MOMENTUM:g}"
+    return f"For as few bytes take {other.call} {SOURCE}, or TernGrad(), error_feedback=False here"
 
 
 def _recommended(optimizer: torch.optim.Optimizer, codec: Codec) -> str:

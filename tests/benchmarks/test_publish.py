@@ -158,6 +158,7 @@ def test_pages_say_how_models_ended() -> None:
             ("learn-gpt2", "chunked25-b5"),
             ("learn-adamw", "chunked25-b5"),
         ),
+        ("DDP's hook, `TernGrad()`", ("learn-gpt2", "terngrad"), ("learn-kept", "terngrad")),
         ("DDP's hook, `QSGD()`", ("learn-gpt2", "qsgd4"), ("learn-unbiased", "qsgd4")),
     ):
         assert rows[title][1:] == [in_short(*one) for one in where], title
