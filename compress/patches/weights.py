@@ -20,11 +20,11 @@ from .sections import SECTION, PatchError, Words
 In = TypeVar("In")
 Out = TypeVar("Out")
 FLOATS = {torch.bfloat16: Words(16, 7), torch.float16: Words(16, 10), torch.float32: Words(32, 23)}
-#: Those whose elements are whole bytes, by name.
+#: Those whose elements are whole bytes, by name, without half complex ones, for which torch lacks operators.
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(q|bits|u?int[1-7]$|float4|complex32)", str(dtype))
+    if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(q|bits|u?int[1-7]$|float4|b?complex32)", str(dtype))
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: A tensor's dtype and shape, as a header has them.

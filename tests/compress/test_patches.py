@@ -89,9 +89,7 @@ def drawn_change(rng: np.random.Generator, tensor: Tensor) -> Tensor:
         flat[chosen] += torch.from_numpy(steps * rng.choice([-1, 1], len(chosen))).to(flat.dtype)
     else:
         flat[chosen] = torch.from_numpy(rng.integers(0, 1 << 31, len(chosen))).to(flat.dtype)
-    real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    changed = flat.view(real)
-    return (torch.view_as_complex(changed.reshape(-1, 2)) if tensor.is_complex() else changed).reshape(tensor.shape)
+    return flat.view(tensor.dtype).reshape(tensor.shape)
 
 
 def drawn_shape(rng: np.random.Generator) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fsdp_drawn import PLACES, FSDPMeshInfo, HSDPMeshInfo, Ranks, ShardPlacementResult, mesh_of, says
 from gradwire import Identity, OneBit, compress_fsdp
-from lacking import needs, needs_reduce_scatter
+from lacking import UNEVEN, needs_dimensions, needs_reduce_scatter
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -21,10 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from training import digest
 
 pytestmark = needs_reduce_scatter
-HAS_DIMENSIONS = hasattr(fsdp, "DataParallelMeshDims")
-DIMENSIONS = needs("fully_shard's dp_mesh_dims", HAS_DIMENSIONS)
-#: Not a multiple of the ranks, but on torch 2.9, whose `full_tensor` puts such shards together in the wrong order.
-ROWS = 6 if HAS_DIMENSIONS else 8
+ROWS = 6 if UNEVEN else 8
 
 
 class Columns(nn.Module):
@@ -95,7 +92,7 @@ def saved_and_loaded(model: Any, x: Tensor, folder: str, how: dict[str, Any]) ->
 
 @pytest.mark.parametrize("scatter", [False, True], ids=["between replicas", "between shards"])
 @pytest.mark.parametrize(
-    "whole_mesh", [False, pytest.param(True, marks=DIMENSIONS)], ids=["shards' mesh", "whole mesh"]
+    "whole_mesh", [False, pytest.param(True, marks=needs_dimensions)], ids=["shards' mesh", "whole mesh"]
 )
 def test_copies_of_tensor_parallelism_stay_equal(ranks: Ranks, scatter: bool, whole_mesh: bool, tmp_path: Path) -> None:
     """Their messages hold other parameters, too, which differ on the ranks that have the copies."""

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, fsdp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import _ExperimentalConfig
@@ -42,6 +42,10 @@ needs_hook = needs_fsdp("set_all_reduce_hook")
 needs_reduce_scatter = needs_fsdp("set_custom_reduce_scatter", "set_all_reduce_hook")
 RESETS = hasattr(FSDPModule, "reset_iter_state")
 GIVES_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+DIMENSIONS = hasattr(fsdp, "DataParallelMeshDims")
+#: Torch 2.9 puts shards of uneven shards together in the wrong order, and distributes no empty tensors; 2.13 does both.
+UNEVEN = DIMENSIONS
+needs_dimensions = needs("fully_shard's dp_mesh_dims", DIMENSIONS)
 needs_reset = needs_fsdp("reset_iter_state")
 needs_ignored_parameters = needs(
     "fully_shard's ignored_params", "ignored_params" in inspect.signature(fully_shard).parameters
