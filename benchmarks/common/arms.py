@@ -16,7 +16,7 @@ from ... import CompressState, LocalUpdates, Rounds, SufficientFactors, compress
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
 from ...hooks import Statistics
 from ...hooks.auto.planner import HALF_PRECISION
-from ...hooks.training.recommend import is_adaptive, written
+from ...hooks.training.recommend import is_adaptive
 
 FLOOR, DENSE, BASELINE = "none", "fp32", "fp16"
 #: Steps that PowerSGD's hook leaves dense: the fewest that it takes. Its default of 1000 is longer than our runs.
@@ -77,6 +77,7 @@ class Arm:
         every, rounds: steps from one exchange of parameters to the next, by `LocalUpdates`, and its options; 0:
             gradients, in every step.
         learns_as: the arm whose learning curve holds for this one too; None: its own.
+        call: the code to write, of an arm that is recommended.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Arm:
     every: int = 0
     rounds: Rounds = field(default_factory=Rounds)
     learns_as: str | None = None
+    call: str = ""
 
     @property
     def title(self) -> str:
@@ -110,16 +112,6 @@ class Arm:
         rounds += ", dp_mesh_dims" if self.whole_mesh else ""
         whose = "Horovod interface" if self.horovod else "backend gradwire" if self.backend else "gradwire"
         return f"{whose}, {codec}{by}{rounds}"
-
-    @property
-    def call(self) -> str:
-        """gradwire's call, to be pasted; empty for other arms."""
-        if self.codec is None:
-            return ""
-        if not self.every:
-            return f"model.register_comm_hook(CompressState(model, {self.codec}), compress_hook)"
-        rounds = "" if self.rounds == Rounds() else f", rounds={written(self.rounds)}"
-        return f"LocalUpdates(model, optimizer, {self.codec}, every={self.every}{rounds})"
 
     @property
     def dense_steps(self) -> int:
@@ -356,11 +348,10 @@ TRAINED["auto"] = replace(ARMS["auto"], codec=EIGHT_PERCENT, learns_as="topk8")
 
 
 def recommended(optimizer: str, times: float, colour: str = Arm.colour) -> Arm:
-    """What is recommended under an optimizer for so many times fewer bytes."""
-    found, name = recommend(optimizer, ratio=times), f"{times:g}x"
-    if found.rounds is None:
-        return Arm(name, colour, codec=found.codec)
-    return Arm(name, colour, codec=found.codec, every=found.every, rounds=Rounds(**found.rounds))
+    """The arm that `recommend` names under an optimizer for so many times fewer bytes."""
+    found = recommend(optimizer, ratio=times)
+    arm = Arm(f"{times:g}x", colour, codec=found.codec, call=found.call)
+    return arm if found.rounds is None else replace(arm, every=found.every, rounds=Rounds(**found.rounds))
 
 
 #: The demo's, beside PyTorch's own ways.

@@ -69,6 +69,7 @@ class Run:
 
 
 def task_of(ranks: int, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> Text:
+    """The demo's task, of so many ranks."""
     rates = {"adamw": learning_rate}
     task = dataclasses.replace(SMALL, name="demo", steps=steps, batch=BATCH * ranks, optimizer="adamw")
     return dataclasses.replace(task, learning_rates=rates, validation_windows=512)

@@ -286,7 +286,8 @@ def summarize(launches: Sequence[Sequence[Mapping[str, Any]]], arms: Mapping[str
                 "arm": name,
                 "title": arm.title,
                 "codec": None if arm.codec is None else repr(arm.codec),
-                "call": arm.call,
+                "every": arm.every,
+                "call": arm.call or f"CompressState(model, {arm.codec})",
                 "best": best,
                 "step_s": step[name],
                 "gain": report.median([ratio for launch in ratios for ratio in launch]),
@@ -333,7 +334,8 @@ def verdict(rows: Sequence[Mapping[str, Any]], emulated: Mapping[str, bool] | No
         return {"answer": UNKNOWN, "says": f"Cannot tell: {saw}; stop what else runs here, or give it more --seconds."}
     text = f"Compress: {saw} ({fastest['step_s'] * 1e3:.3g} ms instead of {best['step_s'] * 1e3:.3g}). That is about "
     text += "time alone: see first whether your model learns as well; gradwire.recommend names codecs that have."
-    return {"answer": COMPRESS, "says": f"{text}\n    {fastest['call']}"}
+    call = fastest["call"] if fastest["every"] else f"model.register_comm_hook({fastest['call']}, compress_hook)"
+    return {"answer": COMPRESS, "says": f"{text}\n    {call}"}
 
 
 def tables(result: Mapping[str, Any]) -> list[report.Table]:

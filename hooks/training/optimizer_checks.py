@@ -14,15 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.feedback.base import betas_of
 from ..comm.untraced import untraced
-from .recommend import (
-    LESS_MOMENTUM,
-    MOST_MOMENTUM,
-    is_adaptive,
-    orthogonalises,
-    ratio_of,
-    recommend,
-    written,
-)
+from .recommend import LESS_MOMENTUM, MOST_MOMENTUM, is_adaptive, orthogonalises, ratio_of, recommend, written
 
 T = TypeVar("T")
 SOURCE = "(gradwire.recommend)"
@@ -79,7 +71,7 @@ def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
 
 
 def _recommended(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
-    """What to write for about as few bytes."""
+    """The recommended call for about as few bytes, and who names it."""
     return f"{recommend(optimizer, ratio=min(max(ratio_of(codec), 3.0), 2000.0)).call} {SOURCE}"
 
 

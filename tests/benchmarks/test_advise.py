@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradwire import recommend
 from gradwire.benchmarks import cli
 from gradwire.benchmarks.common import models
 from gradwire.benchmarks.links import links
@@ -120,7 +121,7 @@ def test_advice_follows_the_steps() -> None:
     text = said(steady(fp16=0.5, **{"100_": 0.1}))["says"]
     assert text.startswith("Compress: with gradwire, ChunkedTopK(")
     assert "5.00 [5.00, 5.00] times as fast as with PyTorch's fp16 hook" in text
-    assert text.endswith("every=5, rounds=Rounds(keep_unsent=True, lengthen_steps=True))")
+    assert text.endswith(f"\n    {recommend('adamw', ratio=100).call}")
     assert "register_comm_hook(CompressState(model, QSGD(" in said(steady(**{"7_": 0.1}))["says"]
     text = said(steady(fp16=0.5, **{"100_": 0.49}))["says"]
     assert text.startswith("Do not compress with gradwire: with gradwire, ChunkedTopK(")

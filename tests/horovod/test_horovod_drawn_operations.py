@@ -313,7 +313,7 @@ def script(draw: random.Random, size: int) -> list[list[list[Call]]]:
 
 
 def play(rank: int, phases: Sequence[Sequence[Sequence[Call]]], seed: int) -> tuple[list[Any], dict[int, str]]:
-    """What went wrong on this rank, and digests of what is equal on all."""
+    """The faults on this rank, and digests of the results that all ranks share."""
     size, draw = hvd.size(), random.Random(seed + rank)
     sets = {members: hvd.add_process_set(list(members)) for members in SETS[size]}
     sets[tuple(range(size))] = hvd.global_process_set
@@ -393,7 +393,7 @@ CALLS = st.builds(
 
 
 def outcome(rank: int, call: Call) -> str:
-    """What is wrong with a call, on this rank; "" if nothing."""
+    """The fault of a call on this rank; "" if there is none."""
     hvd.init()
     problem = ""
     try:

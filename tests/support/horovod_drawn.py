@@ -389,7 +389,7 @@ class Machine:
             self._check_law(model, left, 1.01 * float(hvd.allreduce(rounded, op=hvd.Sum)))
 
     def _check_law(self, model: Model, left: Sequence[Tensor], allowed: float) -> None:
-        """What was wanted was received, or is `left` in the mean, but for as much as is `allowed`."""
+        """The wanted gradients were received, or are `left` in the mean, up to an `allowed` difference."""
         sums = zip(model.wanted, model.received, left, strict=True)
         for index, (wanted, received, rest) in enumerate(sums if self.configuration.nothing_is_lost else ()):
             model.largest[index] = max(model.largest[index], float(wanted.norm()), float(received.norm()))
