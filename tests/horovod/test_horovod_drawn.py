@@ -3,6 +3,8 @@ fail. And those that have failed once."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -79,7 +81,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         predivide=draw(st.sampled_from([1.0, 2.0])) if op == "Average" else 1.0,
         passes=draw(st.sampled_from([1, 1, 2])),
         groups=draw(st.sampled_from([0, 0, 1, 2])),
-        scaler=draw(st.sampled_from(["none", "unused", "enabled", "enabled", "disabled"])),
+        scaler=draw(st.sampled_from(["none", "unused", "enabled", "found", "disabled"])),
         sparse_as_dense=draw(st.booleans()),
         named=draw(st.booleans()),
         entropy_coding=draw(st.booleans()),
@@ -151,6 +153,10 @@ FAILED: dict[str, tuple[Configuration, list[Event]]] = {
         Configuration(scaler="found"),
         [Step(), Resume(), Step()],
     ),
+    "a copy's residual, and another loss scale before its scaler has come": (
+        Configuration(scaler="found"),
+        [Step(), Step(), Copy(), Rescale(), Join((0, 2)), Step()],
+    ),
     "another scaler than the one that was named": (
         Configuration(codec=None, scaler="another"),
         [Step(), Step(overflow=Overflow(1, 0)), Step(unscale=True)],
@@ -220,37 +226,58 @@ def test_nothing_is_lost_while_ranks_have_joined_and_no_host_waits(ranks: Ranks,
     assert ranks(3).run(played_unwaited, exchange) == [[]] * 3
 
 
-@pytest.mark.parametrize("scaler", [True, False])
+@pytest.mark.parametrize("scaler", ["named", "late", "disabled"])
 @horovod_ranks(2)
-def test_residuals_are_put_back_where_a_step_is_skipped_and_nowhere_else(rank: int, scaler: bool) -> None:
-    """Every gradient is finite, and so is their mean, but not their sum; without a `scaler` a gradient is not. What is
-    missing of the gradients that were applied, where these are finite, relative; and whether a step was skipped."""
+def test_residuals_are_put_back_where_a_step_is_skipped_and_nowhere_else(rank: int, scaler: str) -> None:
+    """Every gradient is finite, and so is their mean, but not their sum; with a disabled scaler a gradient is not. What
+    is missing of the gradients that were applied, where these are finite, relative; and whether a step was skipped."""
     p = torch.nn.Parameter(torch.zeros(400))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], TopK(0.1), op=hvd.Sum)
-    scaler_ = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scaler)
-    optimizer.use_grad_scaler(scaler_)
+    scaler_, skips = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=False), scaler != "disabled"
     steps: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: steps.append(1))
     wanted, received = torch.zeros(400), torch.zeros(400)
-    for step in range(3):
+    for step in range(4):
+        if skips and step == (1 if scaler == "late" else 0):
+            scaler_ = torch.amp.GradScaler("cpu", init_scale=1.0)
+        if scaler != "late":
+            optimizer.use_grad_scaler(scaler_)
         gradient = torch.randn(400, generator=torch.Generator().manual_seed(10 * step + rank))
-        if step == 1:
-            gradient[0] = 3e38 if scaler else torch.inf
+        if step == 2:
+            gradient[0] = 3e38 if skips else torch.inf
         optimizer.zero_grad()
         scaler_.scale((p * gradient).sum()).backward()
-        optimizer.synchronize()
         before = len(steps)
-        with optimizer.skip_synchronize():
+        if scaler != "late":
+            optimizer.synchronize()
+        with contextlib.nullcontext() if scaler == "late" else optimizer.skip_synchronize():
             scaler_.step(optimizer)
-        scaler_.update(1.0 if scaler else None)
+        scaler_.update(1.0 if skips else None)
         if len(steps) > before:
             assert p.grad is not None
             wanted += hvd.allreduce(gradient, op=hvd.Sum)
             received += p.grad
     left = hvd.allreduce(optimizer.state_dict()["gradwire"]["residuals"]["p"], op=hvd.Sum)
     missing = (wanted - received - left)[1:]
-    assert (len(steps) == 2) == scaler
+    assert (len(steps) == 3) == skips
     assert missing.norm() / wanted[1:].norm() < 1e-5
+
+
+@horovod_ranks(2)
+def test_a_copy_refuses_scales_that_differ_before_its_scaler_has_come(rank: int) -> None:
+    """It is told from others that live by its scale."""
+    p = torch.nn.Parameter(torch.ones(40))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], TopK(0.1))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (2.0, 8.0, 2.0)]
+    scaler = scalers[1]
+    losses = [scaler.scale(p.sum()) for scaler in scalers]
+    losses[1].backward()
+    scaler.step(optimizer)
+    optimizer = copy.deepcopy(optimizer)
+    scaler.update(8.0 + rank)
+    scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
+    with pytest.raises(hvd.HorovodInternalError, match="disagree on the loss scale: rank 0 has 8.0, rank 1 has"):
+        scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -195,10 +195,10 @@ class Machine:
         self.scaler: Any = None
         if configuration.scaler != "none":
             enabled = configuration.scaler != "disabled"
+            self.other = torch.amp.GradScaler("cpu")  # which scales nothing
             self.made = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled)
             self.made.scale(torch.zeros(()))  # only now it has a scale that can be changed
             self.scaler = None if configuration.scaler == "unused" else self.made
-            self.other = torch.amp.GradScaler("cpu")
         self.models = [self._model(index) for index in range(configuration.optimizers)]
 
     def _model(self, index: int) -> Model:

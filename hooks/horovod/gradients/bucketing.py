@@ -267,6 +267,8 @@ class GradientReducer:
             self.started, self.synchronized = True, False
             if self.unscaling.look() and self.state is not None:
                 self.state.keep_previous()  # a scaler may come, and skip this step already
+            if self.state is not None:
+                self.unscaling.expect(self.state.scale)
             place = engine().meeting, engine().joins
             if place != self._place:
                 self._place = place
@@ -275,7 +277,7 @@ class GradientReducer:
             if self.state is not None:
                 if self.loss_scale.skips and self.loss_scale.updated():
                     self.state.settle(applied=True)  # or put back already
-                self.state.follow_scale(self.loss_scale.read() or self.unscaling.likely(self.state.scale))
+                self.state.follow_scale(self.loss_scale.read() or 1.0)
 
     @property
     def _largest_norm(self) -> float | None:

@@ -27,7 +27,7 @@ class Unscaling:
     Every rank notices, whatever its gradients are.
 
     Attributes:
-        loss_scale: of the scaler, once it is known: the user has named it, or it has come.
+        loss_scale: of the scaler, once it is known: the user has named it, or it is expected, or has come.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,12 @@ class Unscaling:
             return bool(self._found)
         return False
 
-    def likely(self, scale: float) -> float:
-        """A checkpoint's `scale`, where a scaler that may still come has it; or else 1, of gradients without one."""
-        scalers = [reference() for reference in self._found or ()] if scale != 1.0 else []
-        return scale if any(scaler is not None and scaler.get_scale() == scale for scaler in scalers) else 1.0
+    def expect(self, scale: float) -> None:
+        """Residuals are in units of this `scale`, of a scaler before a checkpoint or a copy. Where no scaler is known
+        yet, one that has scaled something is taken for the one that will come; of several, one with this scale."""
+        if scale != 1.0 and self.loss_scale.scaler is None:
+            scalers = [s for found in self._found or () if (s := found()) is not None and s._scale is not None]
+            self.loss_scale = LossScale(max(scalers, key=lambda s: s.get_scale() == scale, default=None))
 
     def _entries(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.amp.GradScaler, dict[str, Any]]]:
         """The scalers that have come to it, and their entries of it."""
