@@ -34,6 +34,18 @@ __device__ inline u32 count_bits(const u32* words, i64 begin, i64 end, u32 (&war
     return total;
 }
 
+// A zero of `upper` ends 2^low_bits elements: behind every 2^shift-th one a group begins. Notes which entry is the first of
+// each that begins in a word, `before` entries having come before the word.
+__device__ inline void note_starts(u32* starts, i64 groups, int shift, i64 word, u32 bits, i64 before, i64 k) {
+    i64 zeros = word * WORD - before;
+    if (zeros >> shift == (zeros + __popc(~bits)) >> shift) return;
+    for (u32 rest = ~bits; rest != 0; rest &= rest - 1) {
+        const i64 group = ++zeros >> shift;
+        if (group << shift == zeros && group <= groups)
+            starts[group] = (u32)min(before + __popc(bits & ((rest & -rest) - 1)), k);
+    }
+}
+
 // What rounding took from a value stays in the residual, unless the value is not finite.
 struct Rest {
     float* residual;  // may be null
@@ -69,35 +81,46 @@ __global__ void entries_pack_indices(const u32* indices, i64 k, const u32* count
 
 // `upper` of each row is cut into shares of some tiles, and a block takes one share at a time. What is not there, or
 // not below numel, becomes NO_INDEX. counts may be null; it and the rows of indices lie as many words apart as told.
+// Unless `starts` is null: groups + 1 words a row for where the entries of each 2^shift elements begin; and entries that
+// have no room, or are not below numel, are counted.
 __global__ void entries_unpack_indices(const u8* wires, i64 pitch, int rows, int shares, i64 base, i64 numel,
                                        int low_bits, i64 upper_words, u32* counts, i64 counts_pitch, u32* indices,
-                                       i64 indices_pitch, i64 k) {
+                                       i64 indices_pitch, i64 k, u32* starts, int shift, i64 groups, i64* status) {
     __shared__ u32 warps[WARP];
     __shared__ u16 places[UNPACKING * WORD];  // the set bits of a tile
+    int skipped = 0;
     const i64 tiles = (upper_words + UNPACKING - 1) / UNPACKING, each = (tiles + shares - 1) / shares * UNPACKING;
     for (int job = blockIdx.x; job < rows * shares; job += gridDim.x) {
         const int row = job / shares, share = job % shares;
         const u32 *const upper = (const u32*)(wires + row * pitch), *const low = upper + upper_words;
         u32* const out = indices + row * indices_pitch;
+        u32* const start = starts == nullptr ? nullptr : starts + row * (groups + 1);
         const i64 begin = min(share * each, upper_words), end = min(begin + each, upper_words);
         i64 entry = count_bits(upper, 0, begin, warps);
         for (i64 tile = begin; tile < end; tile += UNPACKING) {
             const i64 word = tile + threadIdx.x;
             u32 bits = word < end ? upper[word] : 0, total;
             u32 slot = scan((u32)__popc(bits), total, warps);
+            if (start != nullptr && word < end) note_starts(start, groups, shift - low_bits, word, bits, entry + slot, k);
             for (; bits != 0; bits &= bits - 1) places[slot++] = (u16)(threadIdx.x * WORD + __ffs(bits) - 1);
             __syncthreads();
             for (i64 i = threadIdx.x; i < total && entry + i < k; i += UNPACKING) {
                 const i64 rest = tile * WORD + places[i] - (entry + i);
                 const i64 at = (rest << low_bits) + low_of(low, entry + i, low_bits);
                 out[entry + i] = at < numel ? (u32)(at + base) : (u32)NO_INDEX;
+                skipped += at >= numel;
             }
             entry += total;  // and the next scan waits for all before it lets anyone change `places`
         }
         if (share != shares - 1) continue;
         for (i64 i = entry + threadIdx.x; i < k; i += UNPACKING) out[i] = (u32)NO_INDEX;
         if (counts != nullptr && threadIdx.x == 0) counts[row * counts_pitch] = (u32)entry;
+        if (start == nullptr) continue;
+        const i64 noted = (upper_words * WORD - entry) >> (shift - low_bits);
+        for (i64 group = noted + 1 + threadIdx.x; group <= groups; group += UNPACKING) start[group] = (u32)min(entry, k);
+        if (threadIdx.x == 0) start[0] = 0, skipped += (int)max(entry - k, (i64)0);
     }
+    if (status != nullptr) report(status, skipped, 0);
 }
 
 __global__ void entries_pack_f32(const float* values, i64 k, u8* wire, const u32* indices, const u32* count,

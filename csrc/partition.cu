@@ -2,15 +2,12 @@
 // takes the owners' largest sums. compress/backends/partition.py has the same in torch, which every byte equals.
 //
 //   rows      this rank's entries, in rows to their owners, packed; a block for each row, which reads all k indices
-//   mean      what came from all ranks, in their order, over an owner's elements; besides, zeros where the means will be
 //   deliver   the owners' means, each where it belongs; what has not arrived goes back to the residual
 //
-// `mean` writes an owner's elements and the gradient once, 8 bytes an element at most; the rest is about k entries.
+// What an owner sums in between is a mean of sparse wires (topk_decode.cu). All of this is about k entries.
 #include "entries.cuh"
 
-constexpr int THREADS = 256, TILE = THREADS * SLOTS;
 constexpr int DEALING = 512;  // threads that fill a row
-constexpr int RANKS = 64;     // of which a block looks at once where a tile's entries lie
 constexpr u32 SCATTER = 0x4F1BBCDD, NEXT_TURN = 0x2545F491, LOW_BITS = 0x7FFFFFFF;
 
 // Which rank owns which element, as the class Partition says.
@@ -40,18 +37,6 @@ struct Rows {
 
     __device__ Unpacked of(int row) const {
         return Unpacked{places + (i64)row * each, min((i64)used[row], (i64)each), low_bits};
-    }
-};
-
-// Rows of packed values.
-struct Values {
-    const u8* rows;
-    i64 pitch;
-    int form;
-    i64 each;
-
-    __device__ float at(int row, i64 i) const {
-        return value_at(rows + row * pitch, form, each, i);
     }
 };
 
@@ -110,56 +95,6 @@ __global__ void partition_rows(const u32* count, const u32* indices, const float
     else
         for (int unit = warp; unit < (capacity + ROW - 1) / ROW; unit += DEALING / WARP)
             pack_unit(numbers, is_aligned(numbers), capacity, unit, value_rows, leave);
-}
-
-// As topk_mean, of rows that have been unpacked. Besides, `out` is cleared.
-__global__ void partition_mean_f32(float* mean, i64 span, float scale, const u32* places, const u32* used, int capacity,
-                                 int low_bits, const u8* value_rows, i64 pitch, int form, int ranks, u8* out,
-                                 int stored, i64 numel, i64* status) {
-    __shared__ float sums[TILE];
-    __shared__ u32 begin[RANKS], end[RANKS];
-    const Values values{value_rows, pitch, form, capacity};
-    const i64 tiles = (span + TILE - 1) / TILE;
-    const bool aligned = is_aligned(mean);
-    const Rows rows{places, used, capacity, low_bits};
-    int skipped = 0;
-    for (i64 at = first_thread(); at < (i64)ranks * capacity; at += all_threads()) {
-        const int rank = (int)((u32)at / (u32)capacity);  // fewer than 2^32 in all: that is 4 GiB of them
-        const i64 i = (u32)at % (u32)capacity;
-        if (i == 0) skipped += max((int)used[rank] - capacity, 0);
-        const Unpacked row = rows.of(rank);
-        skipped += i < row.count && !row.counts(i);
-    }
-    clear(out, stored, numel);
-    for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const u32 first = (u32)(tile * TILE), last = (u32)(min((tile + 1) * TILE, span) - 1);
-        for (int i = threadIdx.x; i < TILE; i += THREADS) sums[i] = 0.0f;
-        for (int rank = 0; rank < ranks; ++rank) {
-            if (rank % RANKS == 0) {  // of many ranks at once: they wait for memory together
-                for (int r = threadIdx.x; r < 2 * min(RANKS, ranks - rank); r += THREADS) {
-                    const Unpacked row = rows.of(rank + r / 2);
-                    if (r % 2 == 0)
-                        begin[r / 2] = (u32)row.from(first >> low_bits);
-                    else
-                        end[r / 2] = (u32)row.from((last >> low_bits) + 1);
-                }
-                __syncthreads();
-            }
-            const Unpacked row = rows.of(rank);
-            for (i64 i = begin[rank % RANKS] + threadIdx.x; i < end[rank % RANKS]; i += THREADS) {
-                const u32 place = row.indices[i];
-                if (place < first || place > last || !row.counts(i)) continue;
-                sums[place - first] = sums[place - first] + values.at(rank, i);
-            }
-            __syncthreads();
-        }
-        float v[SLOTS];
-#pragma unroll
-        for (int j = 0; j < SLOTS; ++j) v[j] = sums[threadIdx.x * SLOTS + j] * scale;
-        store8(mean, aligned, tile * TILE + threadIdx.x * SLOTS, span, v);
-        __syncthreads();
-    }
-    report(status, skipped, 0);
 }
 
 // The owners' means into `out`, and into `residual`, unless it is null, what has not arrived: of this rank's entries

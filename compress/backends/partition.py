@@ -77,15 +77,9 @@ class Dealer:
         self.used = torch.zeros(ranks, dtype=torch.int32, device=device)
         self.numbers = torch.zeros(ranks, self.capacity, dtype=torch.float32, device=device)
         self.later = torch.zeros(k, dtype=torch.bool, device=device)
-        self.workspace = self._workspace()
-
-    def _workspace(self) -> Workspace:
-        workspace: Workspace = self.codec.workspace(self.partition.span, self.partition.device)
-        return workspace
-
-    @property
-    def status(self) -> Tensor:
-        return self.workspace.status
+        counted = torch.zeros(4, dtype=torch.int64, device=device)
+        # What is not finite is counted as it is delivered, and not where the mean counts it.
+        self.workspace, self.status = Workspace(counted[:2]), counted[::2]
 
     def deal(self, entries: Listed, turn: Tensor) -> None:
         """Fill the rows to owners. `slots` says where in its owner's row each entry is, or would be if there were
@@ -117,7 +111,6 @@ class Dealer:
     def mean(self, rows: Packed, mean: Tensor, out: Tensor) -> None:
         """Write the mean of what has come, in the ranks' order, to `mean`, float32, and zeros to `out`."""
         self.codec.decode_mean(rows, mean, self.workspace)
-        self.status[1:].zero_()  # what is not finite is counted as it is delivered
         out.zero_()
 
     def deliver(

@@ -217,7 +217,7 @@ S = TypeVar("S", bound=SparseLike)
 
 
 class SparseKernels(Kernels[S]):
-    """A sparse codec: a backend selects and sums plain entries (`encode_raw`, …); packing them is done here.
+    """A sparse codec: a backend selects plain entries (`encode_raw`) and sums wires; packing entries is done here.
 
     A row of plain entries is int32 [1 + k]: how many are used, then their indices.
     """
@@ -237,18 +237,6 @@ class SparseKernels(Kernels[S]):
     ) -> None:
         """Select, and write the entries to `row` and `values`, zero behind them. What is selected leaves the residual,
         where it is finite."""
-
-    @abstractmethod
-    def add_raw(
-        self, codec: S, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
-    ) -> None: ...
-
-    def mean_raw(self, codec: S, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
-        """`rows` int32 [P, 1 + k], `values` float32 [P, k]."""
-        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-        for row, numbers in zip(rows, values, strict=True):
-            self.add_raw(codec, row, numbers, total, 1.0, workspace)
-        divide(total, len(rows), out)
 
     def encode(self, codec: S, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self.encode_from(codec, x, None, wire, draw, workspace)
@@ -280,14 +268,6 @@ class SparseKernels(Kernels[S]):
         if packed_values:
             self.entries.pack_values(plain, codec.value_dtype, values, row[1:], row[:1], residual)
 
-    def decode_add(self, codec: S, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        rows, values = self._plain(codec, parts_of(codec, wire, out.numel()), out.numel(), workspace)
-        self.add_raw(codec, rows[0], values[0], out, alpha, workspace)
-
-    def decode_mean(self, codec: S, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
-        rows, values = self._plain(codec, wires, out.numel(), workspace)
-        self.mean_raw(codec, rows, values, out, workspace)
-
     def entries_of(self, codec: S, wire: Tensor, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor]:
         rows, values = self._plain(codec, parts_of(codec, wire, numel), numel, workspace)
         return rows[0, 1:], values[0], rows[0, :1]
@@ -318,6 +298,30 @@ class SparseKernels(Kernels[S]):
             )
             workspace.buffers["plain"] = room
         return room[0][:ranks], room[1][:ranks]
+
+
+class PlainSums(SparseKernels[S]):
+    """Wires are unpacked, and a backend sums plain entries."""
+
+    @abstractmethod
+    def add_raw(
+        self, codec: S, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
+    ) -> None: ...
+
+    def mean_raw(self, codec: S, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
+        """`rows` int32 [P, 1 + k], `values` float32 [P, k]."""
+        total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        for row, numbers in zip(rows, values, strict=True):
+            self.add_raw(codec, row, numbers, total, 1.0, workspace)
+        divide(total, len(rows), out)
+
+    def decode_add(self, codec: S, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        rows, values = self._plain(codec, parts_of(codec, wire, out.numel()), out.numel(), workspace)
+        self.add_raw(codec, rows[0], values[0], out, alpha, workspace)
+
+    def decode_mean(self, codec: S, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        rows, values = self._plain(codec, wires, out.numel(), workspace)
+        self.mean_raw(codec, rows, values, out, workspace)
 
 
 class GenericSparseKernels(SparseKernels[SparseLike]):
@@ -356,13 +360,11 @@ class GenericSparseKernels(SparseKernels[SparseLike]):
     ) -> None:
         Kernels.encode_feedback(self, codec, grad, residual, wire, draw, workspace)
 
-    def add_raw(
-        self, codec: SparseLike, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace
-    ) -> None:
-        self._sums.add_raw(codec, row, values, out, alpha, workspace)
+    def decode_add(self, codec: SparseLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        self._sums.decode_add(codec, wire, out, alpha, workspace)
 
-    def mean_raw(self, codec: SparseLike, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
-        self._sums.mean_raw(codec, rows, values, out, workspace)
+    def decode_mean(self, codec: SparseLike, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        self._sums.decode_mean(codec, wires, out, workspace)
 
 
 def _check_selected(codec: SparseLike, chosen: Tensor, numel: int) -> None:

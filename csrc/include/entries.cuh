@@ -180,3 +180,15 @@ __device__ inline float value_at(const u8* wire, int form, i64 k, i64 i) {
     const float* const units = (const float*)wire;
     return decoded_of(((const signed char*)(units + (k + ROW - 1) / ROW))[i], units[i / ROW]);
 }
+
+// Rows of packed values.
+struct Values {
+    const u8* rows;
+    i64 pitch;
+    int form;
+    i64 each;
+
+    __device__ float at(int row, i64 i) const {
+        return value_at(rows + row * pitch, form, each, i);
+    }
+};

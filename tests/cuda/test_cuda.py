@@ -89,18 +89,22 @@ def test_a_chunk_may_have_any_number_of_entries(k: int, chunk: int, values: int 
 
 
 @pytest.mark.parametrize("architecture", [None, 90], ids=str)
-@pytest.mark.parametrize("places", [[], [0], [3, 100_000], [139_999, 140_000]], ids=str)
-def test_a_sum_of_wires_with_hardly_an_entry(places: list[int], architecture: int | None) -> None:
-    """An entry begins its tile of the output, and all those since the one before, which may be thousands."""
-    codec, numel = TopK(1e-4, indices="plain"), 140_001
+@pytest.mark.parametrize("places", [[], [0], [3, 100_000], [2048, 4095, 4096], [139_999, 140_000]], ids=str)
+@pytest.mark.parametrize("indices", ["packed", "plain"])
+def test_a_sum_of_wires_with_hardly_an_entry(places: list[int], architecture: int | None, indices: str) -> None:
+    """An entry begins its tile of the output, and all those since the one before, which may be thousands. Here packed
+    indices have more low bits than a tile's have."""
+    codec, numel = TopK(1e-4, indices=indices), 140_001
     x = torch.zeros(numel)
     x[places] = 1.5
     with use_backend("reference"):
         wire = torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8)
         codec.encode(x, wire, new_draw(0), codec.workspace(numel))
-    out, workspace = torch.ones(numel), codec.workspace(numel)
-    with emulated_gpu(EmulatedDevice(architecture=architecture)), use_backend("cuda"):
+    out = torch.ones(numel)
+    with emulated_gpu(EmulatedDevice(architecture=architecture)) as device, use_backend("cuda"):
+        workspace = codec.workspace(numel)
         codec.decode_mean(rows_of(codec, numel, [wire] * 65), out, workspace)
+    assert "topk_mean_f32" in device.launches
     assert same(out, x)
     assert workspace.status.tolist() == [0, 0]
 
@@ -121,7 +125,7 @@ def test_a_call_is_a_fixed_number_of_launches_and_keeps_its_memory(codec: Codec)
             memory = {name: at.data_ptr() for name, at in workspace.buffers.items() if isinstance(at, Tensor)}
             seen.append((len(device.launches) - before, memory))
     assert all(this == seen[0] for this in seen)
-    packed = 2 * ((codec.indices == "packed") + (codec.values != torch.float32)) if isinstance(codec, TopK) else 0
+    packed = isinstance(codec, TopK) and codec.values != torch.float32  # a launch packs values, and none unpacks them
     expected = 2 if codec.block_size else 6
     if isinstance(codec, PowerSGD):  # eight passes, the draw among them, and 2 for each rank
         expected = 8 + 2 * 3

@@ -175,7 +175,7 @@ def test_exchanges_say_whether_the_host_has_to_read() -> None:
         (QSGD(), "gather", "", 20),
         (OneBit(), "gather", "a.bias", 21),
         (TopK(0.05), "union", "", 44),
-        (TopK(0.05), "split", "", 50),
+        (TopK(0.05), "split", "", 53),
     ],
     ids=str,
 )

@@ -25,6 +25,11 @@ UNPACK = {torch.bfloat16: "entries_unpack_bf16", torch.int8: "entries_unpack_int
 UNPACKING_THREADS, UNPACKING_SHARES = 512, 32
 
 
+def groups_of(numel: int, shift: int) -> int:
+    """Of 2^shift elements each."""
+    return ((numel - 1) >> shift) + 1
+
+
 class Entries(EntryKernels):
     def prepare(self, device: torch.device) -> None:
         device_for(device).function(FILE, "entries_pack_indices")
@@ -52,7 +57,16 @@ class Entries(EntryKernels):
         target = np.int32(layout.low_bits), np.int64(layout.upper_words), np.int64(layout.low_words), wire
         device.function(FILE, "entries_pack_indices")(grid_for(words, device), THREADS, (*entries, *target))
 
-    def unpack_indices(self, wires: Tensor, base: int, numel: int, counts: Tensor | None, indices: Tensor) -> None:
+    def unpack_indices(
+        self,
+        wires: Tensor,
+        base: int,
+        numel: int,
+        counts: Tensor | None,
+        indices: Tensor,
+        starts: tuple[Tensor, int, Tensor] | None = None,
+    ) -> None:
+        """`starts`: int32 [rows, groups + 1], at which entry each 2^shift elements begin; shift; and the status."""
         (rows, k), device = indices.shape, device_for(indices.device)
         layout = index_layout(numel, k)
         shares = max(1, min(-(-layout.upper_words // UNPACKING_THREADS), UNPACKING_SHARES))
@@ -60,8 +74,10 @@ class Entries(EntryKernels):
         form = np.int64(base), np.int64(numel), np.int32(layout.low_bits), np.int64(layout.upper_words)
         counted = (None, np.int64(0)) if counts is None else (whole_rows(counts[:, None]), np.int64(counts.stride(0)))
         target = *counted, whole_rows(indices), np.int64(indices.stride(0)), np.int64(k)
+        where, shift, status = starts or (None, 0, None)
+        noted = where, np.int32(shift), np.int64(groups_of(numel, shift)), status
         grid = min(rows * shares, SHARES * device.sm_count)
-        device.function(FILE, "entries_unpack_indices")(grid, UNPACKING_THREADS, (*source, *form, *target))
+        device.function(FILE, "entries_unpack_indices")(grid, UNPACKING_THREADS, (*source, *form, *target, *noted))
 
     def pack_values(
         self,

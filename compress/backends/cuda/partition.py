@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ...formats.entries import index_layout
 from .. import partition
-from ..kernels import Workspace
 from ..partition import Packed
 from ..sparse import whole_rows
 from ..union import Listed
-from .runtime.device import STORED, THREADS, Device, device_for, grid_for
+from .runtime.device import FORMS, STORED, THREADS, Device, device_for, grid_for
 
 FILE = "partition.cu"
-#: How the kernels name what values are packed as.
-FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 #: Threads of a block that fills a row.
 ROW_THREADS = 512
-#: Elements that a block of threads takes at once.
-TILE = 2048
 
 
 class Dealer(partition.Dealer):
-    def _workspace(self) -> Workspace:
-        return Workspace.on(self.partition.device)
-
     @property
     def _device(self) -> Device:
         return device_for(self.partition.device)
@@ -48,15 +39,6 @@ class Dealer(partition.Dealer):
         rows = whole_rows(indices), *self._values(values), np.int32(FORMS[self.dtype])
         arguments = *what, *words, self.places, self.numbers, self.slots, *rows
         self._device.function(FILE, "partition_rows")(ranks, ROW_THREADS, arguments)
-
-    def mean(self, rows: Packed, mean: Tensor, out: Tensor) -> None:
-        span, ranks = self.partition.span, self.partition.ranks
-        self.kernels.unpack_indices(rows[0], 0, span, self.used, self.places)
-        entries = self.places, self.used, np.int32(self.capacity), self._low_bits(self.capacity)
-        values = *self._values(rows[1]), np.int32(FORMS[self.dtype]), np.int32(ranks)
-        target = mean, np.int64(span), np.float32(1) / np.float32(ranks)
-        arguments = *target, *entries, *values, out, np.int32(STORED[out.dtype]), np.int64(out.numel()), self.status
-        self._device.launch(FILE, "partition_mean_f32", -(-span // TILE), arguments)
 
     def deliver(
         self,

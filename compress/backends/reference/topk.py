@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from .. import Kernels, Workspace
-from ..sparse import SparseKernels, SparseLike
+from ..sparse import PlainSums, SparseLike
 from .arithmetic import F32, canonical_nan, numbers
 from .entries import Entries
 
 
-class TopK(SparseKernels):
+class TopK(PlainSums):
     entries = Entries()
 
     def encode_raw(

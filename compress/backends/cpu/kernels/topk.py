@@ -21,7 +21,7 @@ from torch import Tensor, float32, int32
 
 from ... import MomentumInput, Workspace, kernel_cache
 from ...memory import address, rows_at
-from ...sparse import S, SparseKernels
+from ...sparse import PlainSums, S
 from ..block_codec import CpuKernels
 from ..entries import ENTRY_COST, Entries
 from ..runtime.blocks import (
@@ -504,7 +504,7 @@ class Estimate:
     high: int = 1 << 31
 
 
-class TopK(SparseKernels[S], CpuKernels[S]):
+class TopK(PlainSums[S], CpuKernels[S]):
     """Exact selection among the candidates of one pass, whose threshold is predicted from a sample of the gradient."""
 
     entries = Entries()

@@ -3,15 +3,19 @@ csrc/topk_decode.cu."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from ....formats.entries import index_layout
 from ... import Workspace, kernel_cache
+from ...kernels import parts_of
 from ...sparse import S, SparseKernels, whole_rows
 from ..block_codec import ReadyLaunch
-from ..entries import Entries
-from ..runtime.device import SUFFIXES, THREADS, Argument, Device, device_for, grid_for
+from ..entries import Entries, groups_of
+from ..runtime.device import FORMS, SUFFIXES, THREADS, Argument, Device, device_for, grid_for
 
 FILE, SELECTING = "topk_decode.cu", "topk.cu"
 WARP = 32
@@ -96,38 +100,43 @@ class TopK(SparseKernels[S]):
             ReadyLaunch(codec, device.function(SELECTING, name), grid, first) for name, grid, first in launches
         )
 
-    def add_raw(self, codec: S, row: Tensor, values: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
-        k = codec.k(out.numel())
-        device, room = self.check(row, 0, 1, out.numel(), k, workspace)
-        grid = grid_for(k, device)
-        arguments = (out, np.float32(alpha), row, values, np.int32(k), room[0], room[2], workspace.status)
-        device.function(FILE, "topk_add")(grid, THREADS, arguments)
+    def decode_add(self, codec: S, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+        device, entries, _ = self._entries(codec, parts_of(codec, wire, out.numel()), out.numel(), workspace)
+        arguments = out, np.float32(alpha), *entries, workspace.status
+        device.function(FILE, "topk_add")(grid_for(codec.k(out.numel()), device), THREADS, arguments)
 
-    def mean_raw(self, codec: S, rows: Tensor, values: Tensor, out: Tensor, workspace: Workspace) -> None:
-        numel, ranks = out.numel(), rows.shape[0]
-        k, pitch, memory = codec.k(numel), 4 * rows.stride(0), whole_rows(rows)
-        device, room = self.check(memory, pitch, ranks, numel, k, workspace)
-        pitches = memory, np.int64(pitch), whole_rows(values), np.int64(4 * values.stride(0))
-        mean = np.float32(1) / np.float32(ranks)
-        arguments = (out, np.int64(numel), mean, *pitches, np.int32(ranks), np.int32(k), *room, workspace.status)
+    def decode_mean(self, codec: S, wires: Sequence[Tensor], out: Tensor, workspace: Workspace) -> None:
+        numel, ranks = out.numel(), len(wires[0])
+        device, entries, starts = self._entries(codec, wires, numel, workspace)
+        target = out, np.int64(numel), np.float32(1) / np.float32(ranks)
+        arguments = *target, *entries, np.int32(ranks), *starts, workspace.status
         device.launch(FILE, f"topk_mean_{SUFFIXES[out.dtype]}", tiles_of(numel), arguments)
 
-    @staticmethod
-    def check(
-        rows: Tensor, pitch: int, ranks: int, numel: int, k: int, workspace: Workspace
-    ) -> tuple[Device, tuple[Tensor, Tensor, Tensor]]:
-        """Which wires are broken, where each tile's entries start, and the running maxima of broken wires."""
-        device = device_for(rows.device)
-        room = workspace.buffers.get("sums")
+    def _entries(
+        self, codec: S, wires: Sequence[Tensor], numel: int, workspace: Workspace
+    ) -> tuple[Device, tuple[Argument, ...], tuple[Argument, ...]]:
+        """The ranks' entries as kernels take them, indices unpacked or looked at; and where tiles' entries start."""
+        (indices, values), ranks, k = wires, len(wires[0]), codec.k(numel)
+        device, layout = device_for(indices.device), index_layout(numel, k)
+        low_bits = layout.low_bits if codec.packs_indices else 0
+        shift = max(low_bits, TILE.bit_length() - 1)
+        room: tuple[Tensor, ...] | None = workspace.buffers.get("lists")
         if room is None or len(room[0]) < ranks:
-            sizes = ranks, ranks * (tiles_of(numel) + 1), ranks * k
-            room = tuple(torch.empty(size, dtype=torch.int32, device=rows.device) for size in sizes)
-            workspace.buffers["sums"] = room
-        broken, starts, reach = room
-        broken.zero_()
-        what = rows, np.int64(pitch)
-        arguments = (*what, np.int32(ranks), np.int64(numel), np.int32(k), broken, starts, workspace.status)
-        device.function(FILE, "topk_check")(grid_for(k + 1, device), THREADS, arguments)
-        repaired = (*what, np.int64(numel), np.int32(k), broken, starts, reach, workspace.status)
-        device.function(FILE, "topk_repair")(ranks, WARP, repaired)
-        return device, (broken, starts, reach)
+            sizes = (ranks, 1 + k), (ranks, groups_of(numel, shift) + 1), (0 if codec.packs_indices else ranks,)
+            room = tuple(torch.empty(size, dtype=torch.int32, device=indices.device) for size in sizes)
+            workspace.buffers["lists"] = room
+        rows, starts, broken = room
+        if codec.packs_indices:
+            noted = starts, shift, workspace.status
+            self.entries.unpack_indices(indices, 0, numel, rows[:ranks, 0], rows[:ranks, 1:], noted)
+            listed: tuple[Argument, ...] = rows, np.int64(4 * (1 + k)), np.int32(k), np.int32(low_bits), None, None
+        else:
+            what = whole_rows(indices), np.int64(indices.stride(0))
+            broken.zero_()
+            checked = *what, np.int32(ranks), np.int64(numel), np.int32(k), broken, starts, workspace.status
+            device.function(FILE, "topk_check")(grid_for(k + 1, device), THREADS, checked)
+            repaired = *what, np.int64(numel), np.int32(k), broken, starts, rows, workspace.status
+            device.function(FILE, "topk_repair")(ranks, WARP, repaired)
+            listed = *what, np.int32(k), np.int32(0), broken, rows
+        packed = whole_rows(values), np.int64(values.stride(0)), np.int32(FORMS[codec.value_dtype])
+        return device, (*listed, *packed), (starts, np.int32(shift))

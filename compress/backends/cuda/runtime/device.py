@@ -21,6 +21,8 @@ THREADS = 256
 ROW = 256
 #: How the kernels name a format that is stored.
 STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: How the kernels name what values are packed as.
+FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 SUFFIXES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Most blocks of threads for each multiprocessor.
 SHARES = 64
