@@ -1,16 +1,18 @@
 // TopK: a wire is two parts, count and k indices, then k values. Three launches write it, and nothing but them decides:
 //
-//   collect   a = x + residual; whatever is at or above a threshold, predicted from the last call, becomes a candidate.
-//             A tile's candidates lie together, in order; tiles lie as they come.
-//   digits    three times: how often each value of the next digit occurs, among the keys that agree so far with the
-//             k-th largest. After the last the k-th key is known.
-//   write     indices and values in order; what is sent leaves the residual; predicts the next threshold.
+//   collect   a = x + residual; whatever is at or above a threshold, predicted from the last call, becomes a candidate
+//             and leaves the residual. A tile's candidates lie together, in order; tiles lie as they come. Counts how
+//             often each value of their highest digit occurs.
+//   digits    twice: the same of the next digit, among the keys that agree so far with the k-th largest. After the last
+//             the k-th key is known.
+//   write     indices and values in order; candidates that are not sent return; predicts the next threshold.
 //
 // Where the prediction failed, because fewer than k were found or more than fit, the last two look at every element
 // instead of the candidates: same code, another source. A key is a magnitude as an integer.
 //
-// `collect` moves 12 bytes an element; the rest is about the candidates, 1.3 k of them: 12 bytes to read their values
-// for the digits, 8 for what `write` counts and places, 8 to write.
+// `collect` moves 12 bytes an element; the rest is about the candidates, 1.3 k of them: 8 bytes to read their values
+// for the digits, 8 for what `write` counts and places, 8 to write. What leaves the residual lies here and there, each in
+// 32 bytes that memory reads and writes: so it leaves as `collect` writes all, and but 0.3 k return.
 //
 // Blocks wait for others of the same launch: for all shares of a digit before the next one, and for what the shares
 // before one's own put on the wire.
@@ -21,19 +23,20 @@ constexpr int DIGITS = 3, BINS = 2048;
 constexpr int BATCH = 4;  // loads that wait for memory together
 constexpr int SHARE = 4 * BATCH * THREADS;  // candidates of a block that counts digits: each share costs the others a wait
 
-// What a workspace holds; all int32. `threshold` lives from call to call, `found` is zero between them, and `collect`
-// clears what comes from `turns` on.
+// What a workspace holds; all int32. `threshold` lives from call to call, `found` and the highest digit's histogram are
+// zero between them, and `collect` clears what comes from `turns` on.
 struct State {
     u32 found;      // candidates, stored or not
     u32 threshold;  // keys from here on are candidates
     u32 dense;      // whether `write` looks at every element
     u32 prefix, left, all;  // what `digits` has found: see Kth
+    u32 highest[BINS];
     u32 turns[2];   // the next share of `digits`, and of `write`
     u32 done[DIGITS];
-    u32 histogram[2 * BINS];  // of the digits, one after the other
+    u32 lower[BINS];  // the histograms of two digits, one after the other
 };
 
-constexpr int CLEARED = 2 + DIGITS + 2 * BINS;
+constexpr int CLEARED = 2 + DIGITS + BINS;
 
 // A histogram, or where candidates lie: whatever the kernel, it is the same shared memory.
 __device__ inline u32* shared_words() {
@@ -45,6 +48,22 @@ __device__ inline u32 key_of(float v) {
     return __float_as_uint(canonical(v)) & MAGNITUDE;
 }
 
+// A block's histogram, of zeros.
+__device__ inline u32* new_histogram() {
+    u32* const histogram = shared_words();
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
+    __syncthreads();
+    return histogram;
+}
+
+// Adds it to that of all.
+__device__ inline void add_histogram(u32* all, int bins) {
+    const u32* const histogram = shared_words();
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < bins; bin += THREADS)
+        if (histogram[bin] != 0) atomicAdd(all + bin, histogram[bin]);
+}
+
 // ---- candidates
 
 template <class T>
@@ -52,7 +71,7 @@ __device__ void collect(const T* x, float* residual, i64 numel, State* state, u3
                         uint2* tiles, u8* not_finite, u64* counts, int shares) {
     __shared__ u32 warps[WARP];
     __shared__ u32 first;
-    u32* const cleared = state->turns;
+    u32 *const cleared = state->turns, *const histogram = new_histogram();
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < CLEARED; i += gridDim.x * THREADS) cleared[i] = 0;
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < shares; i += gridDim.x * THREADS) counts[i] = 0;
     const u32 threshold = max(state->threshold, 1u);
@@ -81,9 +100,11 @@ __device__ void collect(const T* x, float* residual, i64 numel, State* state, u3
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
             if (chosen >> j & 1) {
+                atomicAdd(&histogram[key_of(v[j]) >> 20], 1u);
                 if (slot < (u32)capacity) {
                     index[slot] = (u32)(begin + j);
                     value[slot] = canonical(v[j]);
+                    v[j] = 0.0f;
                 }
                 ++slot;
             }
@@ -97,6 +118,7 @@ __device__ void collect(const T* x, float* residual, i64 numel, State* state, u3
             store8(residual, residual_aligned, begin, numel, v);
         }
     }
+    add_histogram(state->highest, BINS);
 }
 
 // Whether the candidates will not do: more than fit, or fewer than k though there may be others.
@@ -108,10 +130,11 @@ __device__ inline bool failed(const State* state, int k, int capacity) {
 template <class T>
 struct Source {
     const T* x;
-    const float* residual;
+    float* residual;
     i64 numel;
     const u32* index;
     const float* value;
+    int capacity;
     const uint2* tiles;
     const u8* not_finite;
     bool dense;
@@ -120,6 +143,28 @@ struct Source {
         if (residual == nullptr) return canonical(to_float(x[i]));
         const bool wild = tiles[i / TILE].y >> 31 && not_finite[i / SLOTS] >> i % SLOTS & 1;
         return wild ? canonical(to_float(x[i]) + residual[i]) : residual[i];
+    }
+
+    // In any order; how many there are.
+    __device__ i64 items(u32 found) const {
+        return !dense ? found : numel + (residual == nullptr ? 0 : min((i64)found, (i64)capacity));
+    }
+
+    // Behind the elements come the candidates that have left them.
+    __device__ float item(i64 i) const {
+        if (dense && i < numel) return element(i);
+        const float v = value[dense ? i - numel : i];
+        return dense && !is_finite(v) ? 0.0f : v;
+    }
+
+    // The candidates of some tiles return.
+    __device__ void give_back(i64 first, i64 last) const {
+        for (i64 tile = first; residual != nullptr && tile < last; ++tile) {
+            const i64 begin = tiles[tile].x, end = min(begin + (tiles[tile].y & MAGNITUDE), (i64)capacity);
+            for (i64 i = begin + threadIdx.x; i < end; i += THREADS)
+                if (is_finite(value[i])) residual[index[i]] = value[i];
+        }
+        __syncthreads();
     }
 };
 
@@ -131,7 +176,7 @@ __device__ inline int bins_of(int digit) {
 }
 
 __device__ inline u32* histogram_of(State* state, int digit) {
-    return state->histogram + (digit == 0 ? 0 : (digit + 1) * (BINS / 2));
+    return digit == 0 ? state->highest : state->lower + (digit - 1) * (BINS / 2);
 }
 
 // What complete histograms say of the k-th largest key: its highest digits, and how many to take of the keys that begin
@@ -173,48 +218,48 @@ struct Kth {
     }
 };
 
-// Adds what the items begin … end - 1 have of the next digit.
+// Adds what the items begin … end - 1 have of the next digit. Of the highest one the candidates have been counted.
 template <class T>
 __device__ void count_digit(const Source<T>& source, i64 begin, i64 end, const Kth& kth, State* state) {
-    u32* const histogram = shared_words();
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
-    __syncthreads();
+    const u32 counted = kth.digits == 0 ? max(state->threshold, 1u) : ~0u;
+    u32* const histogram = new_histogram();
     const int bins = bins_of(kth.digits), shift = 20 - 10 * kth.digits, above = shift + (kth.digits == 0 ? 11 : 10);
     for (i64 first = begin + threadIdx.x; first < end; first += BATCH * THREADS) {
         u32 keys[BATCH];
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
             const i64 i = first + j * THREADS;
-            keys[j] = i < end ? key_of(source.dense ? source.element(i) : source.value[i]) : 0;
+            keys[j] = i < end ? key_of(source.item(i)) : 0;
         }
 #pragma unroll
         for (int j = 0; j < BATCH; ++j)
-            if (keys[j] > 0 && keys[j] >> above == kth.prefix) atomicAdd(&histogram[keys[j] >> shift & (bins - 1)], 1u);
+            if (keys[j] > 0 && keys[j] < counted && keys[j] >> above == kth.prefix)
+                atomicAdd(&histogram[keys[j] >> shift & (bins - 1)], 1u);
     }
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < bins; bin += THREADS)
-        if (histogram[bin] != 0) atomicAdd(histogram_of(state, kth.digits) + bin, histogram[bin]);
+    add_histogram(histogram_of(state, kth.digits), bins);
 }
 
 template <class T>
 __device__ void digits(const Source<T>& source, State* state, int k) {
     __shared__ u32 warps[WARP];
-    const i64 items = source.dense ? source.numel : (i64)state->found;
+    const int begun = source.dense ? 0 : 1;  // the first digit that is counted here
+    const i64 items = source.items(state->found);
     const u32 shares = source.dense ? gridDim.x : (u32)min((i64)gridDim.x, items / SHARE + 1);
+    const u32 turns = (DIGITS - begun) * shares;
     Kth kth(k);
-    for (u32 turn = take(&state->turns[0]); turn < DIGITS * shares; turn = take(&state->turns[0])) {
-        const u32 digit = turn / shares;
-        while (kth.digits < (int)digit) {
-            wait_for(&state->done[kth.digits], shares);
-            kth.learn(state, warps);
-        }
+    const auto learn = [&]() {
+        if (kth.digits >= begun) wait_for(&state->done[kth.digits], shares);
+        kth.learn(state, warps);
+    };
+    for (u32 turn = take(&state->turns[0]); turn < turns; turn = take(&state->turns[0])) {
+        const int digit = begun + (int)(turn / shares);
+        while (kth.digits < digit) learn();
         const i64 share = turn % shares, begin = items * share / shares, end = items * (share + 1) / shares;
         if (begin < end && kth.left > 0) count_digit(source, begin, end, kth, state);
         if (turn == 0 && threadIdx.x == 0) state->dense = source.dense;
         finish(&state->done[digit]);
-        if (turn == DIGITS * shares - 1) {
-            wait_for(&state->done[digit], shares);
-            kth.learn(state, warps);
+        if (turn == turns - 1) {
+            learn();
             if (threadIdx.x == 0) state->prefix = kth.prefix, state->left = kth.left, state->all = kth.all;
         }
     }
@@ -233,7 +278,10 @@ struct Listed {
     __device__ Listed(const Source<T>& source, i64 first, int count, u32 (&warps)[WARP])
         : source(source), start(first * TILE), items((int)min((i64)count * TILE, source.numel - first * TILE)),
           before(shared_words()), offset(before + THREADS) {
-        if (source.dense) return;
+        if (source.dense) {
+            source.give_back(first, min(first + count, (source.numel + TILE - 1) / TILE));
+            return;
+        }
         const i64 tile = first + threadIdx.x;
         const bool here = (int)threadIdx.x < count && tile * TILE < source.numel;
         const uint2 lie = here ? source.tiles[tile] : make_uint2(0, 0);
@@ -299,12 +347,14 @@ __device__ void place(const Listed<T>& listed, int begin, int end, const Kth& kt
         const u32 equals = __ballot_sync(EVERYONE, is_equal);
         const bool is_tie = is_equal && equal_before + __popc(equals & lower_lanes) < ties;
         const u32 taken = __ballot_sync(EVERYONE, this_key > key || is_tie);
-        if (taken >> lane & 1) {
+        const bool takes = taken >> lane & 1, dense = listed.source.dense;
+        if (takes) {
             const u32 at = slot + __popc(taken & lower_lanes);
             indices[at] = where;
             values[at] = v;
-            if (residual != nullptr && is_finite(v)) residual[where] = 0.0f;
         }
+        // Candidates have left the residual, and elements have not.
+        if (residual != nullptr && i < end && takes == dense && is_finite(v)) residual[where] = dense ? 0.0f : v;
         slot += __popc(taken);
         equal_before += __popc(equals);
     }
@@ -334,6 +384,8 @@ __device__ void write(const Source<T>& source, float* residual, State* state, in
             state->threshold = predict(state->threshold, state->found, kth.prefix, k);
             state->found = 0;
         }
+        if (share == 0)
+            for (int bin = threadIdx.x; bin < BINS; bin += THREADS) state->highest[bin] = 0;
     }
 }
 
@@ -344,16 +396,16 @@ __global__ void topk_collect_f32(const float* x, float* residual, i64 numel, Sta
     collect(x, residual, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
 }
 
-__global__ void topk_digits_f32(const float* x, const float* residual, i64 numel, State* state, const u32* index,
+__global__ void topk_digits_f32(const float* x, float* residual, i64 numel, State* state, const u32* index,
                                 const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k) {
-    const Source<float> source{x, residual, numel, index, value, tiles, not_finite, failed(state, k, capacity)};
+    const Source<float> source{x, residual, numel, index, value, capacity, tiles, not_finite, failed(state, k, capacity)};
     digits(source, state, k);
 }
 
 __global__ void topk_write_f32(const float* x, float* residual, i64 numel, State* state, const u32* index,
-                               const float* value, const uint2* tiles, const u8* not_finite, int k, u64* counts,
-                               int each, u8* indices, u8* values) {
-    const Source<float> source{x, residual, numel, index, value, tiles, not_finite, state->dense != 0};
+                               const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k,
+                               u64* counts, int each, u8* indices, u8* values) {
+    const Source<float> source{x, residual, numel, index, value, capacity, tiles, not_finite, state->dense != 0};
     write(source, residual, state, k, counts, each, (u32*)indices, (float*)values);
 }
 
@@ -362,16 +414,16 @@ __global__ void topk_collect_f16(const Half* x, float* residual, i64 numel, Stat
     collect(x, residual, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
 }
 
-__global__ void topk_digits_f16(const Half* x, const float* residual, i64 numel, State* state, const u32* index,
+__global__ void topk_digits_f16(const Half* x, float* residual, i64 numel, State* state, const u32* index,
                                 const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k) {
-    const Source<Half> source{x, residual, numel, index, value, tiles, not_finite, failed(state, k, capacity)};
+    const Source<Half> source{x, residual, numel, index, value, capacity, tiles, not_finite, failed(state, k, capacity)};
     digits(source, state, k);
 }
 
 __global__ void topk_write_f16(const Half* x, float* residual, i64 numel, State* state, const u32* index,
-                               const float* value, const uint2* tiles, const u8* not_finite, int k, u64* counts,
-                               int each, u8* indices, u8* values) {
-    const Source<Half> source{x, residual, numel, index, value, tiles, not_finite, state->dense != 0};
+                               const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k,
+                               u64* counts, int each, u8* indices, u8* values) {
+    const Source<Half> source{x, residual, numel, index, value, capacity, tiles, not_finite, state->dense != 0};
     write(source, residual, state, k, counts, each, (u32*)indices, (float*)values);
 }
 
@@ -380,16 +432,16 @@ __global__ void topk_collect_bf16(const Bfloat* x, float* residual, i64 numel, S
     collect(x, residual, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
 }
 
-__global__ void topk_digits_bf16(const Bfloat* x, const float* residual, i64 numel, State* state, const u32* index,
+__global__ void topk_digits_bf16(const Bfloat* x, float* residual, i64 numel, State* state, const u32* index,
                                 const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k) {
-    const Source<Bfloat> source{x, residual, numel, index, value, tiles, not_finite, failed(state, k, capacity)};
+    const Source<Bfloat> source{x, residual, numel, index, value, capacity, tiles, not_finite, failed(state, k, capacity)};
     digits(source, state, k);
 }
 
 __global__ void topk_write_bf16(const Bfloat* x, float* residual, i64 numel, State* state, const u32* index,
-                               const float* value, const uint2* tiles, const u8* not_finite, int k, u64* counts,
-                               int each, u8* indices, u8* values) {
-    const Source<Bfloat> source{x, residual, numel, index, value, tiles, not_finite, state->dense != 0};
+                               const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k,
+                               u64* counts, int each, u8* indices, u8* values) {
+    const Source<Bfloat> source{x, residual, numel, index, value, capacity, tiles, not_finite, state->dense != 0};
     write(source, residual, state, k, counts, each, (u32*)indices, (float*)values);
 }
 }

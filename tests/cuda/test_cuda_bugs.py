@@ -45,10 +45,7 @@ SEVERAL = {"resident": 3}
 #: How a share of a digit waits for the digit above; how a share of the wire says what it has, and finds out what those
 #: before it have; and what makes the first one late.
 WAITS_AND_COUNTS = """\
-        while (kth.digits < (int)digit) {
-            wait_for(&state->done[kth.digits], shares);
-            kth.learn(state, warps);
-        }
+        while (kth.digits < digit) learn();
         const i64 share = turn % shares, begin = items * share / shares, end = items * (share + 1) / shares;
 """
 SAYS_AND_WAITS = """\
@@ -184,6 +181,38 @@ BUGS = (
         "out-of-bounds",
     ),
     Bug(
+        "candidates that do not return for the second look",
+        "topk.cu",
+        "if (is_finite(value[i])) residual[index[i]] = value[i];",
+        "if (false) residual[index[i]] = value[i];",
+        TopK(),
+        f"undefined|{DIFFERS}",
+    ),
+    Bug(
+        "a candidate that is lost unless it is sent",
+        "topk.cu",
+        "takes == dense && is_finite(v)) residual[where]",
+        "takes && dense && is_finite(v)) residual[where]",
+        TopK(),
+        DIFFERS,
+    ),
+    Bug(
+        "a highest digit counted twice in the second look",
+        "topk.cu",
+        "kth.digits == 0 ? max(state->threshold, 1u) : ~0u;",
+        "~0u;",
+        TopK(),
+        DIFFERS,
+    ),
+    Bug(
+        "a histogram of the step before",
+        "topk.cu",
+        "state->highest[bin] = 0;",
+        "state->highest[bin] += 0;",
+        TopK(),
+        DIFFERS,
+    ),
+    Bug(
         "no second look after a wrong prediction",
         "topk.cu",
         "return state->found > (u32)capacity || (state->found < (u32)k && state->threshold > 1);",
@@ -195,7 +224,7 @@ BUGS = (
         "a digit before the one above it is counted",
         "topk.cu",
         WAITS_AND_COUNTS,
-        WAITS_AND_COUNTS.replace("            wait_for(&state->done[kth.digits], shares);\n", "") + LATE,
+        WAITS_AND_COUNTS.replace("learn()", "kth.learn(state, warps)") + LATE,
         TopK(),
         f"{DIFFERS}|undefined|out-of-bounds",
         SEVERAL,

@@ -94,7 +94,7 @@ class TopK(SparseKernels[S]):
         launches: tuple[tuple[str, int, tuple[Argument, ...]], ...] = (
             (collect, device.grid(SELECTING, collect, tiles), (*source, capacity, *marks, counts, np.int32(shares))),
             (digits, min(tiles, counting), (*source, capacity, *marks, k)),
-            (write, min(shares, writing), (*source, *marks, k, counts, np.int32(each))),
+            (write, min(shares, writing), (*source, capacity, *marks, k, counts, np.int32(each))),
         )
         return tuple(
             ReadyLaunch(codec, device.function(SELECTING, name), grid, first) for name, grid, first in launches
