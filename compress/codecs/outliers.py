@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..backends import Backend, Kernels, SparseKernels, Workspace, backend_for
 from ..backends.kernels import divide, parts_of
-from ..backends.places import sound_places
+from ..backends.places import finite_places, sound_places
 from ..codec import BlockCodec, Codec, check_number
 from ..formats.entries import VALUE_DTYPES, index_fields, value_fields
 from ..formats.wire import Part
@@ -138,8 +138,10 @@ class OutlierKernels(Kernels[Outliers]):
     def encode(self, codec: Outliers, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         indices, values, blocks = wire.split(codec.part_bytes(len(x)))
         inner, room = self._part(codec.inner, len(x), workspace)
+        row, found, selecting = self._entries(codec, len(x), workspace)
         with workspace.scratch.open(len(x), x.device) as total:
-            row, found, at, taken = self._select(codec, total.copy_(x), workspace)
+            self.topk.encode_raw(codec.selection, total.copy_(x), None, row, found, None, selecting)
+            at, taken = finite_places(row, found)
             total.index_copy_(0, at, total[at].masked_fill_(taken, 0.0))
             inner.encode(codec.inner, total, blocks, draw, room)
         self.entries.pack_indices(row[1:], row[:1], 0, len(x), indices)
@@ -149,35 +151,23 @@ class OutlierKernels(Kernels[Outliers]):
         self, codec: Outliers, grad: Tensor, residual: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace
     ) -> None:
         indices, values, blocks = wire.split(codec.part_bytes(len(grad)))
-        with workspace.scratch.open(len(grad), grad.device) as total:
-            row, found, at, taken = self._select(codec, torch.add(grad, residual, out=total), workspace)
-        # With the gradient the residual there gives zero, which is what the inner code has of it.
-        residual.index_copy_(0, at, torch.where(taken, -grad.index_select(0, at), residual.index_select(0, at)))
         inner, room = self._part(codec.inner, len(grad), workspace)
+        row, found, selecting = self._entries(codec, len(grad), workspace)
+        # What is not finite stays, and its block of the inner code shows it.
+        self.topk.withhold(codec.selection, grad, residual, row, found, workspace.scratch, selecting)
         inner.encode_feedback(codec.inner, grad, residual, blocks, draw, room)
         self.entries.pack_indices(row[1:], row[:1], 0, len(grad), indices)
         # What the values' rounding leaves goes over what the inner code has left there.
         self.entries.pack_values(found, codec.values, values, row[1:], row[:1], residual)
 
-    def _select(self, codec: Outliers, total: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The largest elements of `total`, float32 [n].
-
-        Returns:
-            A row of plain entries, int32 [1 + k]; their values, float32 [k]; and for each its place, int64 [k], with
-            whether the inner code goes without it, bool [k]: what is not finite stays, and its block shows it. Entries
-            that are not used repeat the last one; without any they are the first element, which stays.
-        """
-        numel, device = len(total), total.device
-        k = codec.k(numel)
-        row = torch.zeros(1 + k, dtype=torch.int32, device=device)
-        values = torch.zeros(k, dtype=torch.float32, device=device)
+    def _entries(self, codec: Outliers, numel: int, workspace: Workspace) -> tuple[Tensor, Tensor, Workspace]:
+        """Room for a row of plain entries, int32 [1 + k], and their values, float32 [k]; and that of the selection."""
         _, room = self._part(codec.selection, numel, workspace)
-        self.topk.encode_raw(codec.selection, total, None, row, values, None, room)
-        used, count = torch.arange(k, device=device) < row[:1], row[:1].long()
-        finite = values.isfinite()
-        at = torch.where(used, row[1:], row.gather(0, count)).long()
-        taken = torch.where(used, finite, finite.gather(0, (count - 1).clamp_(min=0))) & (count > 0)
-        return row, values, at, taken
+        found: tuple[Tensor, Tensor] | None = room.buffers.get("found")
+        if found is None:
+            row = torch.zeros(1 + codec.k(numel), dtype=torch.int32, device=workspace.status.device)
+            found = room.buffers["found"] = row, torch.zeros_like(row[1:], dtype=torch.float32)
+        return *found, room
 
     def decode_add(self, codec: Outliers, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         self._decode(codec, parts_of(codec, wire, len(out)), out, alpha, workspace)

@@ -17,6 +17,7 @@ from gradwire.compress import (
     ChunkedTopK,
     Codec,
     OneBit,
+    Outliers,
     TernGrad,
     TopK,
 )
@@ -191,10 +192,26 @@ BUGS = (
     Bug(
         "a candidate that is lost unless it is sent",
         "topk.cu",
-        "takes == dense && is_finite(v)) residual[where]",
-        "takes && dense && is_finite(v)) residual[where]",
+        "source.residual[where] = source.dense ? 0.0f : v;",
+        "source.residual[where] = 0.0f;",
         TopK(),
         DIFFERS,
+    ),
+    Bug(
+        "an outlier that the inner code is given too",
+        "topk.cu",
+        "source.residual[where] = 0.0f - to_float(source.x[where]);",
+        "{}",
+        Outliers(OneBit()),
+        DIFFERS,
+    ),
+    Bug(
+        "a second look at what is not the sum yet",
+        "topk.cu",
+        "apart || (tiles[i / TILE].y",
+        "(tiles[i / TILE].y",
+        Outliers(OneBit()),
+        f"race|{DIFFERS}",
     ),
     Bug(
         "a highest digit counted twice in the second look",
