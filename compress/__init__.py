@@ -6,6 +6,7 @@ from . import schedules
 from .codec import BlockCodec, Codec, new_draw
 from .codecs.cast import Cast, Identity
 from .codecs.chunked_topk import ChunkedTopK
+from .codecs.eden import EDEN
 from .codecs.onebit import OneBit
 from .codecs.outliers import Outliers
 from .codecs.power_sgd import PowerSGD
@@ -28,6 +29,7 @@ CODECS: tuple[Codec, ...] = (
     OneBit(),
     QSGD(),
     TernGrad(),
+    EDEN(),
     Ternary(),
     TopK(),
     Threshold(),
@@ -42,6 +44,7 @@ CODECS: tuple[Codec, ...] = (
 
 __all__ = [
     "CODECS",
+    "EDEN",
     "QSGD",
     "BlockCodec",
     "Cast",

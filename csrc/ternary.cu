@@ -1,6 +1,7 @@
 // TernGrad and Ternary: record = scale (float32), then five trits a byte. A byte's five lie 256 elements apart, so that a
 // lane packs its own: byte 8 · lane + j of 1280 elements holds slot j of the lane's five rows, the first row lowest.
 #include "philox.cuh"
+#include "trits.cuh"
 
 // Decoding waits for memory: a lane reads the records of so many ranks before it adds any, and registers are kept so few
 // that a multiprocessor holds so many blocks. Of all pairs that were tried on an H100 these took least.
@@ -137,17 +138,6 @@ __device__ void ternary_encode(const T* x, float* residual, u8* wire, i64 numel,
         else
             ternary_encode_block<0>(x, residual, wire, numel, block, b);
     });
-}
-
-// A byte of five trits times this is that byte / 243 as a fraction of 2^32, rounded up: times 3 its highest trit comes
-// out on top, and what is left is the fraction of the others. 242 times what rounding adds is far below 1 / 243.
-constexpr u32 PER_BYTE = 17674763;  // ceil(2^32 / 243)
-
-// Puts zeros in place of bytes that are no five trits; returns how many there were.
-__device__ inline int drop_invalid(u32& word) {
-    const u32 invalid = ((word & 0x7F7F7F7Fu) + (128 - 115) * 0x01010101u) & word & 0x80808080u;  // 243 = 128 + 115
-    word &= ~((invalid >> 7) * 255);
-    return __popc(invalid);
 }
 
 // What a trit stands for lies in lane `trit` of each four lanes: a code says from which lane to take its own.

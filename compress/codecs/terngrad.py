@@ -54,13 +54,14 @@ class TernGrad(BlockCodec):
 
 def trit_fields(block: int) -> tuple[Field, ...]:
     """A record of `block` trits and what they are multiplied by."""
-    return (
-        Field("scale", "<f4", 1, "what a nonzero trit stands for"),
-        Field(
-            "trits",
-            "u1",
-            block // 5,
-            "byte j of each 256 holds elements j, j+256, … j+1024 of 1280 as digits of base 3, the first lowest: "
-            "0 is zero, 1 plus, 2 minus; 243 and above never occur",
-        ),
+    return Field("scale", "<f4", 1, "what a nonzero trit stands for"), trits_field(block)
+
+
+def trits_field(block: int) -> Field:
+    return Field(
+        "trits",
+        "u1",
+        block // 5,
+        "byte j of each 256 holds elements j, j+256, … j+1024 of 1280 as digits of base 3, the first lowest: "
+        "0 is zero, 1 plus, 2 minus; 243 and above never occur",
     )

@@ -29,6 +29,13 @@ struct Rounding {
         }
     }
 
+    // Of the eight draws from `position` on, a multiple of eight, the first two.
+    __device__ u32 word(i64 position) const {
+        u32 c[4] = {(u32)(position / SLOTS), stream0, step, stream1};
+        philox(c, key0, key1);
+        return c[0];
+    }
+
     __device__ void operator()(i64 position, float (&r)[SLOTS]) const {
         if (!draws) {
 #pragma unroll

@@ -8,7 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from gradwire.compress import CODECS, QSGD, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
+from gradwire.compress import (
+    CODECS,
+    EDEN,
+    QSGD,
+    ChunkedTopK,
+    Codec,
+    OneBit,
+    Outliers,
+    Ternary,
+    TernGrad,
+    TopK,
+    new_draw,
+)
 from gradwire.compress.backends import Kernels, backend_names, use_backend
 from gradwire.compress.codec import DTYPES
 from gradwire.compress.formats.entries import index_layout
@@ -26,6 +38,7 @@ VARIANTS: tuple[Codec, ...] = (
     TernGrad(clip=math.inf),
     TernGrad(block=2560, rounding="nearest"),
     Ternary(block=2560),
+    EDEN(scale="closest"),
     TopK(density=1.0),
     TopK(density=0.001),
     TopK(density=0.3),

@@ -11,6 +11,7 @@ from .. import Backend, Kernels
 from .entries import Entries
 from .kernels.cast import Cast
 from .kernels.chunked_topk import ChunkedTopK
+from .kernels.eden import EDEN
 from .kernels.onebit import OneBit
 from .kernels.power_sgd import PowerSGD
 from .kernels.qsgd import QSGD
@@ -26,6 +27,7 @@ KERNELS: dict[str, Kernels] = {
     "qsgd": QSGD(),
     "terngrad": TernGrad(),
     "ternary": Ternary(),
+    "eden": EDEN(),
     "topk": TopK(),
     "threshold": Threshold(),
     "power_sgd": PowerSGD(),

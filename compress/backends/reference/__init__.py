@@ -9,6 +9,7 @@ from __future__ import annotations
 from .. import Backend, GenericSparseKernels, Kernels
 from .cast import Cast, Identity
 from .chunked_topk import ChunkedTopK
+from .eden import EDEN
 from .entries import Entries
 from .low_precision import LowPrecision
 from .onebit import OneBit
@@ -23,6 +24,7 @@ KERNELS: dict[str, Kernels] = {
     "qsgd": QSGD(),
     "terngrad": TernGrad(),
     "ternary": Ternary(),
+    "eden": EDEN(),
     "topk": (TOPK := TopK()),
     "power_sgd": PowerSGD(),
     "chunked_topk": ChunkedTopK(),

@@ -45,20 +45,32 @@ class TernGrad(Kernels):
     @staticmethod
     def write(part: Part, wire: Tensor, scale: np.ndarray, trit: np.ndarray) -> None:
         """The records of scales [blocks] and trits [blocks, block]."""
-        planes = trit.reshape(len(trit), -1, 5, LANES)
         record = part.view(wire.numpy())
         record["scale"][:, 0] = scale
-        powers = np.array([1, 3, 9, 27, 81], np.uint8)
-        record["trits"] = (planes * powers[:, None]).sum(axis=2, dtype=np.uint8).reshape(len(trit), -1)
+        record["trits"] = packed(trit)
 
     def decode_add(self, codec: TernGradLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         (part,) = codec.parts(out.numel())
         record = part.view(wire.numpy())
-        packed = record["trits"].reshape(part.records, -1, 1, LANES)
-        sound = packed < 243
-        trit = np.where(sound, packed // np.array([1, 3, 9, 27, 81], np.uint8)[:, None] % 3, 0)
-        workspace.status[0] += int((~sound).sum())
+        signed = unpacked(record["trits"], workspace)
         workspace.status[1] += int((~np.isfinite(record["scale"])).sum())
-        signed = np.array([0, 1, -1], F32)[trit].reshape(part.records, -1)
         with np.errstate(all="ignore"):
             add(out, alpha, signed * record["scale"])
+
+
+POWERS = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+
+
+def packed(trit: np.ndarray) -> np.ndarray:
+    """Trits [blocks, block], 2 for minus, as bytes [blocks, block / 5]."""
+    planes = trit.reshape(len(trit), -1, 5, LANES)
+    return (planes * POWERS).sum(axis=2, dtype=np.uint8).reshape(len(trit), -1)
+
+
+def unpacked(trits: np.ndarray, workspace: Workspace) -> np.ndarray:
+    """Their inverse: 0, 1 and -1, float32; zeros in the place of bytes that are none, which are counted."""
+    planes = trits.reshape(len(trits), -1, 1, LANES)
+    sound = planes < 243
+    workspace.status[0] += int((~sound).sum())
+    trit = np.where(sound, planes // POWERS % 3, 0)
+    return np.array([0, 1, -1], F32)[trit].reshape(len(trits), -1)

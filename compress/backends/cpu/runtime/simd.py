@@ -195,8 +195,8 @@ load_f32, load_u16, load_u8, load_u32x8, load_u64x8 = map(_loader, (F32, U16, U8
 
 load_f32x16 = _loader(F32X16)
 
-get_f32, get_f64, get_i32, get_u32, get_i64, get_u8 = map(
-    _getter, (types.float32, types.float64, types.int32, types.uint32, types.int64, types.uint8)
+get_f32, get_f64, get_i32, get_u32, get_i64, get_u16, get_u8 = map(
+    _getter, (types.float32, types.float64, types.int32, types.uint32, types.int64, types.uint16, types.uint8)
 )
 
 
@@ -332,15 +332,40 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
     return a(a, b), codegen
 
 
+def _iota(vector: Vector) -> Any:
+    @_intrinsic
+    def iota(context: Any, start: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            first = builder.trunc(args[0], _scalar(vector.element)) if vector.element.bitwidth < 64 else args[0]
+            return builder.add(
+                _splat(builder, first, vector.lanes), ir.Constant(_llvm(vector), list(range(vector.lanes)))
+            )
+
+        return vector(types.int64), codegen
+
+    return iota
+
+
+#: start, start + 1, … in the lanes.
+iota_u64x16, iota_u32 = _iota(U64X16), _iota(U32)
+
+
 @_intrinsic
-def iota_u64x16(context: Any, start: Any) -> Any:
-    """start, start + 1, …, start + 15."""
+def hadamard(context: Any, value: Any) -> Any:
+    """The lanes times Sylvester's Hadamard matrix: sums and differences of those 1, 2, 4, … apart, in this order."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        steps = ir.Constant(_llvm(U64X16), list(range(16)))
-        return builder.add(_splat(builder, args[0], 16), steps)
+        (v,), distance, real = args, 1, value.element == types.float32
+        while distance < value.lanes:
+            lanes = range(value.lanes)
+            other = _shuffle(builder, v, ir.Constant(v.type, ir.Undefined), [lane ^ distance for lane in lanes])
+            upper = ir.Constant(ir.VectorType(ir.IntType(1), value.lanes), [lane & distance > 0 for lane in lanes])
+            mine = builder.select(upper, builder.fneg(v) if real else builder.neg(v), v)
+            v = builder.fadd(other, mine) if real else builder.add(other, mine)
+            distance *= 2
+        return v
 
-    return U64X16(types.int64), codegen
+    return value(value), codegen
 
 
 @_intrinsic
