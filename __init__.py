@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from . import optim
     from .compress import (
         CODECS,
+        EDEN,
         QSGD,
         Cast,
         ChunkedTopK,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CODECS",
+    "EDEN",
     "QSGD",
     "Aggregate",
     "Cast",

@@ -13,7 +13,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import CompressState, LocalUpdates, Rounds, SufficientFactors, compress_hook, overlap_forward, recommend
-from ...compress import QSGD, Cast, ChunkedTopK, Codec, Identity, OneBit, Outliers, PowerSGD, Ternary, TernGrad, TopK
+from ...compress import (
+    EDEN,
+    QSGD,
+    Cast,
+    ChunkedTopK,
+    Codec,
+    Identity,
+    OneBit,
+    Outliers,
+    PowerSGD,
+    Ternary,
+    TernGrad,
+    TopK,
+)
 from ...hooks import Statistics
 from ...hooks.auto.planner import HALF_PRECISION
 from ...hooks.training.recommend import is_adaptive
@@ -285,6 +298,7 @@ ARMS = {
         Arm("qsgd-overlap", codec=QSGD(), overlaps=True),
         Arm("qsgd8", codec=QSGD(bits=8)),
         Arm("qsgd8-overlap", codec=QSGD(bits=8), overlaps=True),
+        Arm("eden", "#6A3D9A", codec=EDEN()),
         Arm("terngrad", "#009E73", codec=TernGrad()),
         Arm("ternary", "#005C43", codec=Ternary()),
         Arm("onebit", "#D55E00", codec=OneBit()),

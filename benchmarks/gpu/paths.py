@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compress import (
+    EDEN,
     QSGD,
     Cast,
     ChunkedTopK,
@@ -48,6 +49,7 @@ FAMILIES: dict[str, tuple[Codec, ...]] = {
         QSGD(bits=3, block=256, norm="l2", rounding="nearest"),
     ),
     "TernGrad": (TernGrad(), TernGrad(clip=math.inf), TernGrad(block=2560, rounding="nearest")),
+    "EDEN": (EDEN(), EDEN(scale="closest")),
     "Ternary": (Ternary(), Ternary(block=2560)),
     "TopK": (
         TopK(0.01),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
+from ...compress import EDEN, QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
 from ..codec.baselines import torch_chain
 from ..common import report
 from ..common.arms import label
@@ -26,6 +26,7 @@ CODECS: tuple[Codec, ...] = (
     QSGD(bits=4),
     TernGrad(),
     Ternary(),
+    EDEN(),
     TopK(0.01),
     TopK(0.001),
     ChunkedTopK(),

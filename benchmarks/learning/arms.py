@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...compress import (
+    EDEN,
     QSGD,
     ChunkedTopK,
     Codec,
@@ -117,6 +118,7 @@ LEARNED = {
     "tracking95-ternary": LearningArm(Ternary(), "two_pass", Tracking(0.95, clip=1.0)),
     "dgc-topk1": LearningArm(TopK(0.01), "gather", Momentum(MOMENTUM)),
     "dgc-topk9": LearningArm(_top(0.09), "split", Momentum(MOMENTUM, masking=False), begins=75),
+    "eden": LearningArm(EDEN(), "two_pass"),
     "terngrad": LearningArm(TernGrad(), "two_pass"),
     "qsgd8": LearningArm(QSGD(bits=8), "two_pass"),
     "qsgd4": LearningArm(QSGD(), "two_pass"),
@@ -175,6 +177,8 @@ LEARNED = {
         ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5, unsent=True, lengthened=True)
     ),
     "local3-longer": LearningArm(QSGD(), "two_pass", Residual(), rounds=RoundSchedule(3, lengthened=True)),
+    "local1-eden": LearningArm(EDEN(), "two_pass", rounds=RoundSchedule(1, lengthened=True)),
+    "local5-eden": LearningArm(EDEN(), "two_pass", rounds=RoundSchedule(5, lengthened=True)),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),
     "stages4-q6-q4": _stages(6, 4),

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...compress import QSGD, BlockCodec, Cast, Codec, Identity, TernGrad
+from ...compress import EDEN, QSGD, BlockCodec, Cast, Codec, Identity, TernGrad
 
 #: What `GRADWIRE_BACKEND` calls a codec.
 CODECS: dict[str, Codec | None] = {
     "qsgd8": QSGD(bits=8),
     "qsgd4": QSGD(bits=4),
+    "eden": EDEN(),
     "terngrad": TernGrad(),
     "bfloat16": Cast(torch.bfloat16),
     "float16": Cast(torch.float16),
@@ -27,7 +28,7 @@ VARIABLE = "GRADWIRE_BACKEND"
 class BackendOptions:
     """Options of the backend "gradwire": `pg_options` of `init_process_group` and `new_group`. Alike on all ranks.
 
-    No residual is kept, so codecs are unbiased or nearly exact: `QSGD`, `TernGrad`, `Cast`, `Identity`.
+    No residual is kept, so codecs are unbiased or nearly exact: `QSGD`, `EDEN`, `TernGrad`, `Cast`, `Identity`.
 
     Args:
         codec: of all-reduces and reduce-scatters; None: they stay as they are.
@@ -56,8 +57,8 @@ class BackendOptions:
             exact = codec is None or codec.unbiased or codec.lossless or isinstance(codec, Cast)
             if not (exact and isinstance(codec, BlockCodec | None)):
                 raise ValueError(
-                    f"{name}={codec!r}: the backend keeps no residuals, so it takes QSGD, TernGrad, Cast or Identity, "
-                    "with stochastic rounding; other codecs go with a hook: compress_hook or compress_fsdp"
+                    f"{name}={codec!r}: the backend keeps no residuals, so it takes QSGD, EDEN, TernGrad, Cast or "
+                    "Identity, with stochastic rounding; other codecs go with a hook: compress_hook or compress_fsdp"
                 )
         for name in ("min_numel", "seed"):
             value = getattr(self, name)

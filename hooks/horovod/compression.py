@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compress import QSGD, ChunkedTopK, OneBit, Outliers, Ternary, TernGrad, TopK
+from ...compress import EDEN, QSGD, ChunkedTopK, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.codec import Codec
 from ...compress.feedback.base import Feedback
 from ...compress.feedback.residual import RESIDUAL_DTYPES, Residual
@@ -141,7 +141,7 @@ class CodecCompression:
 class Compression:
     """Values of `compression=`: one of these, any codec of `gradwire.compress`, or your own `Compressor`.
 
-    `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.terngrad()`,
+    `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.eden()`, `.terngrad()`,
     `.chunked_topk(k=64)` and `.outliers(OneBit())` are codecs with their arguments;
     `Compression.codec(codec, error_feedback=…, exchange=…, seed=…, …)` also says how it is used.
     """
@@ -153,6 +153,7 @@ class Compression:
     chunked_topk = ChunkedTopK
     onebit = OneBit
     qsgd = QSGD
+    eden = EDEN
     terngrad = TernGrad
     ternary = Ternary
     outliers = Outliers

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...compress import QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
+from ...compress import EDEN, QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
 from ...compress.feedback.base import betas_of
 from ..comm.untraced import untraced
 from .recommend import LESS_MOMENTUM, MOST_MOMENTUM, is_adaptive, orthogonalises, ratio_of, recommend, written
@@ -33,7 +33,7 @@ def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool
         )
     if feedback and isinstance(codec, TopK | ChunkedTopK):
         return _too_much_momentum(optimizer, codec)
-    if not feedback or not isinstance(inner, OneBit | Ternary | TernGrad):
+    if not feedback or not isinstance(inner, OneBit | Ternary | TernGrad | EDEN):
         return None
     if is_adaptive(optimizer):
         return (
@@ -67,7 +67,7 @@ def _instead(optimizer: torch.optim.Optimizer, codec: Codec) -> str:
     other = recommend(optimizer, ratio=ratio_of(codec))
     if other.rounds is None:
         return f"For as few bytes take {written(other.codec)}, error_feedback={written(other.feedback)} {SOURCE}"
-    return f"For as few bytes take {other.call} {SOURCE}, or TernGrad(), error_feedback=False here"
+    return f"For as few bytes take {other.call} {SOURCE}, or EDEN(), error_feedback=False here"
 
 
 def _recommended(optimizer: torch.optim.Optimizer, codec: Codec) -> str:

@@ -31,6 +31,7 @@ from drawn import (
 )
 from drawn_machine import play
 from gradwire import (
+    EDEN,
     QSGD,
     Cast,
     ChunkedTopK,
@@ -58,7 +59,8 @@ CODECS: tuple[Codec, ...] = (
     TopK(0.2, indices="plain"),
     OneBit(), OneBit(block=256), OneBit(block=256, scale="symmetric"),
     QSGD(), QSGD(bits=2, block=256), QSGD(bits=8, rounding="nearest"), TernGrad(), TernGrad(rounding="nearest"),
-    Ternary(), ChunkedTopK(), ChunkedTopK(k=20, chunk=256, values=torch.int8), Outliers(OneBit(block=256), 0.05),
+    Ternary(), EDEN(), EDEN(scale="closest"),
+    ChunkedTopK(), ChunkedTopK(k=20, chunk=256, values=torch.int8), Outliers(OneBit(block=256), 0.05),
     Outliers(QSGD(), 0.1, values=torch.int8), PowerSGD(rank=1), PowerSGD(rank=2),
     Cast(torch.float16), Cast(torch.bfloat16), Identity(),
 )  # fmt: skip

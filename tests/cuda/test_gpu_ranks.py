@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import DEVICE, REAL, Shared
 from gradwire import (
+    EDEN,
     QSGD,
     Cast,
     ChunkedTopK,
@@ -50,7 +51,8 @@ RANKS = int(os.environ.get("GRADWIRE_GPU_RANKS", "2"))
 Say = Callable[[str], None]
 
 CODECS: tuple[Codec, ...] = (
-    OneBit(), QSGD(bits=4), TernGrad(), Ternary(), TopK(0.05), TopK(0.05, values=torch.int8), Threshold(1e-3, most=0.2),
+    OneBit(), QSGD(bits=4), TernGrad(), Ternary(), EDEN(),
+    TopK(0.05), TopK(0.05, values=torch.int8), Threshold(1e-3, most=0.2),
     RandomK(0.1), PowerSGD(rank=2), ChunkedTopK(k=16, chunk=1024), Outliers(OneBit()), Cast(torch.float16), Identity(),
 )  # fmt: skip
 #: Each file of kernels and each way of exchanging once: first, in case time runs out.
@@ -58,7 +60,7 @@ FIRST: list[tuple[Codec, str]] = [
     (OneBit(), "two_pass"), (TopK(0.05), "split"), (QSGD(bits=4), "gather"), (TopK(0.05), "union"),
     (TopK(0.05), "mask"),
     (ChunkedTopK(k=16, chunk=1024), "gather"), (PowerSGD(rank=2), "factors"), (Outliers(OneBit()), "gather"),
-    (Ternary(), "two_pass"),
+    (Ternary(), "two_pass"), (EDEN(), "two_pass"),
 ]  # fmt: skip
 HIERARCHICAL = [(codec, "hierarchical") for codec in (OneBit(), TopK(0.05)) if RANKS % 4 == 0]
 EVERY = [(codec, exchange) for codec in CODECS for exchange in possible(codec)]

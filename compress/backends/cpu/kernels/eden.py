@@ -168,7 +168,7 @@ def eden_encode(x: Source, residual: int, wire: int, span: Span, draw: Draw, scr
         n = min(BLOCK, numel - start)
         record = wire + b * (HEAD + ROW)
         a = read_block(kind, source, residual, start, n, BLOCK, scratch)
-        own = 0
+        own = np.int64(0)
         if stochastic:
             random_bits(rotated, seed, step, stream, start >> 3, 128)
             own = np.int64(get_u16(rotated))
