@@ -11,6 +11,7 @@ import pytest
 import torch
 from gradwire import (
     CODECS,
+    EDEN,
     QSGD,
     Cast,
     ChunkedTopK,
@@ -149,9 +150,9 @@ def test_who_is_warned_of(codec: Codec) -> None:
     """Codes of few levels with a residual, under Adam; those that send few elements, where it keeps its momentum; and
     under SGD, OneBit without outliers."""
     inner = codec.inner if isinstance(codec, Outliers) else codec
-    few = isinstance(codec, TopK | ChunkedTopK)
-    assert bool(known_problem(adam(), codec, True)) == (few or isinstance(inner, OneBit | Ternary | TernGrad))
-    assert bool(known_problem(adam(betas=(0.5, 0.95)), codec, True)) == isinstance(inner, OneBit | Ternary | TernGrad)
+    few, coarse = isinstance(codec, TopK | ChunkedTopK), isinstance(inner, OneBit | Ternary | TernGrad | EDEN)
+    assert bool(known_problem(adam(), codec, True)) == (few or coarse)
+    assert bool(known_problem(adam(betas=(0.5, 0.95)), codec, True)) == coarse
     assert known_problem(torch.optim.RMSprop([nn.Parameter(torch.ones(3))]), TopK(0.1), True) is None, (
         "it has no momentum"
     )
