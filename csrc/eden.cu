@@ -50,11 +50,10 @@ struct Signs {
 struct Words {
     int low[SLOTS], high[SLOTS];
 
-    // The five numbers of slot j from the words' transforms.
-    __device__ void numbers(int j, int (&n)[ROWS]) const {
-        n[0] = (int)((u32)low[j] << 22) >> 22, n[3] = (int)((u32)high[j] << 22) >> 22;
-        n[1] = (int)(((u32)low[j] << 12) + (1u << 21)) >> 22, n[4] = (high[j] + (1 << 9)) >> 10;
-        n[2] = (low[j] + (1 << 19)) >> 20;
+    // Of a row, from the words' transforms: its 10 bits come on top, rounded from those below.
+    __device__ float number(int row, int j) const {
+        const u32 word = (row < 3 ? low : high)[j];
+        return (float)((int)((word << 22 - 10 * (row % 3)) + (1u << 21)) >> 22);
     }
 
     __device__ void transform() {
@@ -117,17 +116,14 @@ __device__ void eden_encode(const T* x, float* residual, u8* wire, i64 numel, in
         record[3 + 2 * lane] = packed[0], record[4 + 2 * lane] = packed[1];
         if (!sound || residual == nullptr) return;
         words.transform();
-        float rest[ROWS][SLOTS];
 #pragma unroll
-        for (int j = 0; j < SLOTS; ++j) {
-            int n[ROWS];
-            words.numbers(j, n);
+        for (int row = 0; row < ROWS; ++row) {
+            float rest[SLOTS];
 #pragma unroll
-            for (int row = 0; row < ROWS; ++row)
-                rest[row][j] = a.kept[row][j] - signs((float)n[row] * scale_of(head, row), row, j);
+            for (int j = 0; j < SLOTS; ++j)
+                rest[j] = a.kept[row][j] - signs(words.number(row, j) * scale_of(head, row), row, j);
+            store8(residual, a.residual_aligned, a.at(row), a.end, rest);
         }
-#pragma unroll
-        for (int row = 0; row < ROWS; ++row) store8(residual, a.residual_aligned, a.at(row), a.end, rest[row]);
     });
 }
 
@@ -169,15 +165,12 @@ __device__ void eden_decode(const Target<T>& target, const u8* wires, i64 pitch,
             for (int row = 0; row < ROWS; ++row) sound = sound && is_finite(scale_of(head, row));
             not_finite += lane == 0 && !sound;
 #pragma unroll
-            for (int j = 0; j < SLOTS; ++j) {
-                int n[ROWS];
-                words.numbers(j, n);
+            for (int row = 0; row < ROWS; ++row)
 #pragma unroll
-                for (int row = 0; row < ROWS; ++row) {
-                    const float value = signs((float)n[row] * scale_of(head, row), row, j);
+                for (int j = 0; j < SLOTS; ++j) {
+                    const float value = signs(words.number(row, j) * scale_of(head, row), row, j);
                     sums[row][j] = sums[row][j] + target.alpha * value;
                 }
-            }
         }
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) target.end(at + row * ROW, sums[row]);

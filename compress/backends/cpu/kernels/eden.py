@@ -59,7 +59,7 @@ ROW, BLOCK, HEAD = 256, 1280, 12
 THRESHOLD, PER_ROW = F32(0.612), F32(1 / ROW)
 SIGN = -0x80000000
 #: Three numbers of up to 256, either way, fit in a word so many bits apart, and sums of words are words of sums.
-SECOND = 10
+APART = 10
 
 
 @compiled
@@ -139,17 +139,9 @@ def scale_at(record: int, row: int) -> Any:
 
 @inlined
 def number_at(words: int, i: int, row: int) -> Any:
-    """Row by row, what the transform of three and two of them in words has at byte i."""
-    v = as_i32(load_f32(words + (1024 if row > 2 else 0) + i))
-    if row % 3 == 0:
-        v = v << 22 >> 22
-    elif row == 1:
-        v = (v << 12) + (1 << 21) >> 22
-    elif row == 2:
-        v = v + (1 << 19) >> 20
-    else:
-        v = v + (1 << 9) >> 10
-    return to_f32(v)
+    """What the transform of the words has of a row at byte i: its 10 bits come on top, rounded from those below."""
+    v = as_i32(load_f32(words + row // 3 * 1024 + i))
+    return to_f32((v << 22 - APART * (row % 3)) + (1 << 21) >> 22)
 
 
 @inlined
@@ -203,9 +195,9 @@ def eden_encode(x: Source, residual: int, wire: int, span: Span, draw: Draw, scr
                 if residual:
                     trit = to_i32(some) - 2 * to_i32(minus)
                     if row > 2:
-                        high = (high << SECOND) + trit
+                        high = (high << APART) + trit
                     else:
-                        low = (low << SECOND) + trit
+                        low = (low << APART) + trit
             store(record + HEAD + j, trits)
             if residual:
                 store(rotated + 4 * j, low)
@@ -250,9 +242,9 @@ def eden_decode(out: Source, wires: Wires, span: Span, how: How, scratch: int) -
                     rest = third
                     signed = to_i32(as_i8(select(trit == 2, 255, trit)))
                     if row > 2:
-                        high = high + (signed << SECOND * (row - 3))
+                        high = high + (signed << APART * (row - 3))
                     else:
-                        low = low + (signed << SECOND * row)
+                        low = low + (signed << APART * row)
                 store(words + 4 * j, low)
                 store(words + 1024 + 4 * j, high)
             transform_words(words)
