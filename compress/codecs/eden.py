@@ -21,7 +21,7 @@ class EDEN(BlockCodec):
     about normal, whatever they were: r = HDx/16. r goes to the nearest of -L, 0 and +L, the quantizer of least error
     for normal numbers (Lloyd 1957: what is below 0.612 σ becomes 0). The scale L = Σr² / Σ|r| over what is not 0 makes
     the decoded vector unbiased over the rotations: to rounding, and but for what far larger elements of the same 256
-    hide (one that has 97 % of Σx² lets hardly anything else through). The error is 0.23 of Σx², where that of
+    hide (one that has 99 % of Σx² lets hardly anything else through). The error is 0.23 of Σx², where that of
     `TernGrad` is about three times as much on gradients, with the same number of trits. No residual is needed, so
     nothing arrives late. 1.675 bits an element.
 

@@ -1,0 +1,58 @@
+"""EDEN: rotations make any elements normal, so that three levels leave what they leave of normal numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gradwire.compress import EDEN, Codec, TernGrad, new_draw
+from gradwire.compress.backends.reference.eden import hadamard, signs
+from strategies import decode, encode
+from torch import Tensor
+
+NUMEL = 51200
+
+
+def of_kind(kind: str) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(NUMEL, generator=generator)
+    if kind == "heavy":  # Student's t with three degrees of freedom
+        x = x / torch.randn(3, NUMEL, generator=generator).square().mean(0).sqrt()
+    if kind == "scaled":  # each 256 elements have a size of their own
+        x = x * torch.logspace(-3, 3, NUMEL // 256).repeat_interleave(256)
+    return x
+
+
+def error(codec: Codec, x: Tensor, step: int = 0) -> float:
+    """What the code leaves of Σx²."""
+    return float((decode(codec, encode(codec, x, new_draw(1, step)), len(x)) - x).square().sum() / x.square().sum())
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "scaled"])
+def test_the_error_is_that_of_normal_numbers(kind: str) -> None:
+    x = of_kind(kind)
+    assert 0.2 < error(EDEN(), x) < 0.245
+    assert 0.16 < error(EDEN(scale="closest"), x) < 0.2
+    assert error(TernGrad(), x) > 2 * error(EDEN(), x)
+
+
+@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.98, 1.02), (0.8, 0.9, 1.1), (0.99, 0.0, 0.1)])
+def test_what_one_far_larger_element_of_256_hides(share: float, low: float, high: float) -> None:
+    """How much of the others arrives on average, beside one that has a share of Σx²."""
+    x = of_kind("normal")[:5120]
+    rows = x.view(-1, 256)
+    rows[:, 7] = 0
+    rows[:, 7] = rows.square().sum(1).sqrt() * (share / (1 - share)) ** 0.5
+    mean = sum(decode(EDEN(), encode(EDEN(), x, new_draw(1, step)), len(x)) for step in range(200)) / 200
+    others = torch.arange(5120) % 256 != 7
+    assert low <= float((mean * x)[others].sum() / x[others].square().sum()) <= high
+
+
+def test_a_rotation_changes_no_length_and_undoes_itself() -> None:
+    x = of_kind("normal").numpy().reshape(-1, 5, 256)
+    turned = hadamard(x * signs(np.arange(len(x), dtype=np.uint16)))
+    assert np.allclose(np.square(turned).sum(2), 256 * np.square(x).sum(2), rtol=1e-5)
+    assert np.allclose(hadamard(turned) * signs(np.arange(len(x), dtype=np.uint16)), 256 * x, atol=1e-3)
+    drawn = signs(np.arange(1 << 12, dtype=np.uint16))
+    assert np.abs(drawn.mean(0)).max() < 6 / 64
+    assert np.abs(drawn.mean((1, 2))).max() < 6 / 1280**0.5
