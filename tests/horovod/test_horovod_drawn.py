@@ -276,7 +276,7 @@ def test_a_copy_refuses_scales_that_differ_before_its_scaler_has_come(rank: int)
     optimizer = copy.deepcopy(optimizer)
     scaler.update(8.0 + rank)
     scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
-    with pytest.raises(hvd.HorovodInternalError, match="disagree on the loss scale: rank 0 has 8.0, rank 1 has"):
+    with pytest.raises(hvd.HorovodInternalError, match=r"disagree on the loss scale: rank 0 has 8\.0, rank 1 has"):
         scaler.step(optimizer)
 
 
