@@ -184,7 +184,11 @@ def parts_of(codec: CodecLike, wire: Tensor, numel: int) -> list[Tensor]:
 
 def divide(total: Tensor, world_size: int, out: Tensor) -> None:
     """`out` = total · (1 / world_size), the reciprocal in float32, cast once. `total` may be `out`, and is used up."""
-    out.copy_(total.mul_(float(torch.tensor(1.0, dtype=torch.float32, device="cpu") / world_size)))
+    share = float(torch.tensor(1.0, dtype=torch.float32, device="cpu") / world_size)
+    if out.dtype == total.dtype:
+        torch.mul(total, share, out=out)
+    else:
+        out.copy_(total.mul_(share))
 
 
 class VectorKernels:
