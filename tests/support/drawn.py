@@ -53,7 +53,7 @@ class Parameter(Short):
 
     Attributes:
         use: "always", "tied" (in two places), "never", "turns" (in every other backward pass), "some" (on every other
-            rank, by turns), or "frozen".
+            rank, by turns), "once" (on rank 0 alone, from the fourth pass on), or "frozen".
         sparse: whether its gradients are, of the first dimension.
     """
 
@@ -71,6 +71,7 @@ class Parameter(Short):
             "never": False,
             "turns": number % 2 == 0,
             "some": (number + rank) % 2 == 0,
+            "once": rank == 0 and number > 3,
             "frozen": False,
         }[self.use]
 
@@ -238,6 +239,59 @@ Event = Step | Raise | Rescale | Join | Close | Resume | Resize | Copy
 
 def ranks_needed(configuration: Configuration, events: Sequence[Event]) -> int:
     return max([configuration.world_size, *(event.world_size for event in events if isinstance(event, Resize))])
+
+
+# -- a rank by itself --------------------------------------------------------------------------------------------------
+
+
+class Player:
+    """Plays scripts on one rank: of each event the method that has its name.
+
+    Attributes:
+        number: of the next backward pass, alike on all ranks.
+        at: where in the script it is.
+        violations: what was wrong.
+    """
+
+    def __init__(self, rank: int, configuration: Any) -> None:
+        self.rank, self.configuration = rank, configuration
+        self.number, self.at, self.violations = 0, "the begin", list[str]()
+        self.scaler = self.new_scaler()
+
+    def new_scaler(self) -> Any:
+        if self.configuration.scaler == "none":
+            return None
+        enabled = self.configuration.scaler != "disabled"
+        return with_scale(torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled))
+
+    def play(self, events: Sequence[Any]) -> None:
+        for index, event in enumerate(events):
+            self.at = f"event {index}"
+            if self.takes(event):
+                getattr(self, type(event).__name__.lower())(event)
+            self.check_event()
+
+    def takes(self, event: Any) -> bool:
+        """Whether this rank has a part in it."""
+        return True
+
+    def check_event(self) -> None:
+        """Check what must hold after each event."""
+
+    def rescale(self, event: Rescale) -> None:
+        if self.configuration.scales:
+            self.scaler.update(self.scaler.get_scale() * event.factor)
+
+    def judge(self, applied: bool, bad: bool) -> None:
+        """A step is applied if no rank has had an overflow."""
+        if applied == bad:
+            what = "a step with an overflow was applied" if bad else "a step was skipped without an overflow"
+            self.violations.append(f"{self.at}: {what}")
+
+
+def with_scale(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    scaler.scale(torch.zeros(()))  # only now it has one that can be changed
+    return scaler
 
 
 # -- the ranks together ------------------------------------------------------------------------------------------------

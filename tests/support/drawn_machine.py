@@ -11,15 +11,29 @@ import copy
 import faulthandler
 import itertools
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from drawn import Close, Configuration, Copy, Event, Join, Overflow, Parameter, Raise, Rescale, Resize, Resume, Step
-from drawn_model import Drawn, Linear, Recorder, factor_of, fail, infinite, wide, with_scale
+from drawn import (
+    Close,
+    Configuration,
+    Copy,
+    Event,
+    Join,
+    Overflow,
+    Parameter,
+    Player,
+    Raise,
+    Resize,
+    Resume,
+    Step,
+    with_scale,
+)
+from drawn_model import Drawn, Linear, Recorder, factor_of, fail, infinite, wide
 from gradwire import CompressState, Lead, compress_hook
 from gradwire.compress.feedback.base import RESIDUAL
 from gradwire.compress.feedback.lead import PAST
@@ -35,18 +49,15 @@ from training import digest, law, mean_residuals, pretend, through_a_file
 GROUPS: dict[int, Any] = {}
 
 
-class Machine:
+class Machine(Player):
     """Plays a script on one rank, and keeps account of it. All sums are of this rank until ranks are compared."""
 
     def __init__(self, rank: int, configuration: Configuration, rounded_off: list[float]) -> None:
-        self.rank, self.configuration = rank, configuration
+        super().__init__(rank, configuration)
         #: What residuals round off here, as it happens; and what ranks that are gone have.
         self.rounded_off, self.rounded_before = rounded_off, 0.0
-        self.violations: list[str] = []
         self.digests: dict[str, str] = {}
         self.statistics: dict[str, Any] = {}
-        self.number = 0  # of the next backward pass, alike on all ranks
-        self.at = "the begin"
         shapes = {f"p{i}": p.shape for i, p in enumerate(configuration.parameters) if p.use != "frozen"}
         zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
         self.wanted, self.received = zeros, _copy(zeros)
@@ -57,18 +68,11 @@ class Machine:
         self.window = _copy(zeros)  # since the optimizer's last step
         self.allowance = dict.fromkeys(zeros, 0.0)
         self.largest = {name: zero.numel() ** 0.5 for name, zero in zeros.items()}
-        self.scaler = self._new_scaler()
         self._set_ranks(configuration.world_size)
         if self.active:
             self._begin(Linear(configuration.parameters))
 
     # -- building ------------------------------------------------------------------------------------------------------
-
-    def _new_scaler(self) -> Any:
-        if self.configuration.scaler == "none":
-            return None
-        enabled = self.configuration.scaler == "enabled"
-        return with_scale(torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled))
 
     def _set_ranks(self, world_size: int) -> None:
         """A collective of all ranks of the pool."""
@@ -136,14 +140,8 @@ class Machine:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def play(self, events: Sequence[Event]) -> None:
-        for index, event in enumerate(events):
-            self.at = f"event {index}"
-            if isinstance(event, Resize):
-                self.resize(event)
-            elif self.active:
-                action: Callable[[Any], None] = getattr(self, type(event).__name__.lower())
-                action(event)
+    def takes(self, event: Any) -> bool:
+        return self.active or isinstance(event, Resize)
 
     def step(self, event: Step) -> None:
         if self.configuration.static_graph and not self.begun:  # DDP cannot begin in another way
@@ -246,9 +244,7 @@ class Machine:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         applied = self.optimizer.steps > before
-        if applied == bad:
-            what = "a step with an overflow was applied" if bad else "a step was skipped without an overflow"
-            self.violations.append(f"{self.at}: {what}")
+        self.judge(applied, bad)
         if applied:
             for name, w in self.window.items():
                 self.wanted[name] += w
@@ -286,10 +282,6 @@ class Machine:
             self.begun = False
             self.ddp.reducer._reset_state()
             self._zero()
-
-    def rescale(self, event: Rescale) -> None:
-        if self.configuration.scales:
-            self.scaler.update(self.scaler.get_scale() * event.factor)
 
     def join(self, event: Join) -> None:
         if not self.begun:
@@ -331,7 +323,7 @@ class Machine:
         return loaded
 
     def _restart(self, saved: dict[str, Any]) -> None:
-        self.scaler = self._new_scaler()
+        self.scaler = self.new_scaler()
         if self.scaler is not None:
             self.scaler.load_state_dict(saved["scaler"])
         model = Linear(self.configuration.parameters)

@@ -89,11 +89,6 @@ class Recorder(torch.optim.SGD):
         return super().step(closure)
 
 
-def with_scale(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    scaler.scale(torch.zeros(()))  # only now it has one that can be changed
-    return scaler
-
-
 def infinite(gradient: Tensor) -> Tensor:
     gradient = gradient.clone()
     values = gradient._values() if gradient.is_sparse else gradient

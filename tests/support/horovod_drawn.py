@@ -12,13 +12,13 @@ import copy
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import gradwire.hooks.horovod as hvd
 import torch
-from drawn import TENTH, Copy, Overflow, Rescale, Short
+from drawn import TENTH, Copy, Overflow, Parameter, Player, Rescale, Short
 from gradwire import Codec, Residual
 from rounded import counted
 from torch import Tensor, nn
@@ -28,30 +28,6 @@ from training import digest, through_a_file
 TOLERANCE = 1e-5
 #: What may differ between two optimizers of one script, which have equal names.
 STREAMS = 1 << 20
-
-
-@dataclass(frozen=True, repr=False)
-class Parameter(Short):
-    """One parameter of the model.
-
-    Attributes:
-        use: "always", "never", "turns" (in every other backward pass), "some" (on every other rank, by turns) or "once"
-            (on rank 0 alone, from the fourth pass on).
-        sparse: whether its gradients are, of the first dimension.
-    """
-
-    shape: tuple[int, ...]
-    use: str = "always"
-    sparse: bool = False
-
-    def used(self, rank: int, number: int) -> bool:
-        return {
-            "always": True,
-            "never": False,
-            "turns": number % 2 == 0,
-            "some": (number + rank) % 2 == 0,
-            "once": rank == 0 and number > 3,
-        }[self.use]
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,22 +159,17 @@ class Model:
     window: list[Tensor] = field(default_factory=list)  # since the last step
 
 
-class Machine:
-    """Plays a script on one rank."""
+class Machine(Player):
+    """Plays a script on one rank, and checks the laws after each event."""
 
     def __init__(self, rank: int, configuration: Configuration) -> None:
-        self.rank, self.configuration, self.passes = rank, configuration, configuration.passes
-        self.violations: list[str] = []
+        self.other = torch.amp.GradScaler("cpu")  # which scales nothing
+        super().__init__(rank, configuration)
+        self.passes, self.made = configuration.passes, self.scaler
+        if configuration.scaler == "unused":
+            self.scaler = None
         #: What residuals round off here, as it happens.
         self.rounded_off: list[float] = []
-        self.at, self.number = "the begin", 0
-        self.scaler: Any = None
-        if configuration.scaler != "none":
-            enabled = configuration.scaler != "disabled"
-            self.other = torch.amp.GradScaler("cpu")  # which scales nothing
-            self.made = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1 << 20, enabled=enabled)
-            self.made.scale(torch.zeros(()))  # only now it has a scale that can be changed
-            self.scaler = None if configuration.scaler == "unused" else self.made
         self.models = [self._model(index) for index in range(configuration.optimizers)]
 
     def _model(self, index: int) -> Model:
@@ -263,13 +234,6 @@ class Machine:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def play(self, events: Sequence[Event]) -> None:
-        for index, event in enumerate(events):
-            self.at = f"event {index}"
-            action: Callable[[Any], None] = getattr(self, type(event).__name__.lower())
-            action(event)
-            self._check()
-
     def step(self, event: Step) -> None:
         self._step(event, range(hvd.size()))
 
@@ -306,9 +270,7 @@ class Machine:
                     nn.utils.clip_grad_norm_(dense, 1e30)  # which changes nothing but their versions
                 self.scaler.step(model.optimizer)
         handle.remove()
-        if bool(steps) == bad:
-            what = "a step with an overflow was applied" if bad else "a step was skipped without an overflow"
-            self.violations.append(f"{self.at}: {what}")
+        self.judge(bool(steps), bad)
         if steps:
             for sums, window in zip(model.wanted, model.window, strict=True):
                 sums.add_(window)
@@ -364,10 +326,6 @@ class Machine:
             )
             self._follow(model)
 
-    def rescale(self, event: Rescale) -> None:
-        if self.configuration.scales:
-            self.scaler.update(self.scaler.get_scale() * event.factor)
-
     def restart(self, event: Restart) -> None:
         hvd.shutdown()
         torch.distributed.barrier()
@@ -380,7 +338,7 @@ class Machine:
 
     # -- laws ----------------------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def check_event(self) -> None:
         for model in self.models:
             if len(set(hvd.allgather_object(digest(model.parameters)))) > 1:
                 self.violations.append(f"{self.at}, optimizer {model.stream}: weights differ between ranks")
