@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,38 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fronts import FRONTS
-from gradwire import QSGD, Codec, CompressState, Identity, OneBit, Residual, TopK, Tracking
+from fronts import FRONTS, Front
+from gradwire import (
+    QSGD,
+    ChunkedTopK,
+    Codec,
+    CompressState,
+    Identity,
+    Momentum,
+    OneBit,
+    PowerSGD,
+    Residual,
+    Ternary,
+    TernGrad,
+    TopK,
+    Tracking,
+)
 from lacking import needs_hook, needs_reduce_scatter
-from ranks import Ranks, on_ranks
+from ranks import Ranks, on_ranks, without_address
 from torch import Tensor, nn
-from training import Ledger, batch, digest, leaves, perceptron, residuals_of, told, train, wrap
+from training import (
+    Ledger,
+    batch,
+    digest,
+    leaves,
+    mean_over_ranks,
+    perceptron,
+    residuals_of,
+    through_a_file,
+    told,
+    train,
+    wrap,
+)
 
 
 def trained(rank: int, steps: int = 4, **options: Any) -> tuple[Any, CompressState]:
@@ -181,6 +208,169 @@ def test_later_steps_leave_a_consolidated_checkpoint_alone(rank: int, name: str)
     assert len(leaves(saved)) > 5
     assert digest(leaves(saved)) == digest(leaves(before))
     front.close()
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def falling(step: int) -> Codec:
+    return TopK(0.3) if step < 4 else OneBit()
+
+
+MOVING = {"optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9)}
+NARROW, STREAMING = Residual(dtype=torch.bfloat16), {"every": 4, "fragments": 2, "delay": 1}
+UNSENT = STREAMING | {"keep_unsent": True}
+LENGTHENED = {"keep_unsent": True, "lengthen_steps": True, "optimizer": partial(torch.optim.AdamW, lr=0.01)}
+STEPPED = STREAMING | {"outer_lr": 0.7, "outer_momentum": 0.9}
+#: A front, its codec and options, and after how many steps of ten it is saved, in the midst of a round for some.
+RESUMED: list[tuple[str, Any, dict[str, Any], int]] = [
+    ("ddp", OneBit(block=256), {"exchange": "gather"}, 4),
+    ("ddp", OneBit(block=256), TWO_PASS, 4),
+    ("ddp", QSGD(), {"exchange": "gather"}, 4),
+    ("ddp", QSGD(), TWO_PASS, 4),
+    ("ddp", TopK(0.1), {"exchange": "gather"}, 4),
+    ("ddp", TopK(0.1), {"exchange": "gather", "error_feedback": Momentum()}, 4),
+    ("ddp", TopK(0.1), {"exchange": "split", "error_feedback": Momentum(nesterov=True)}, 4),
+    ("ddp", OneBit(), TWO_PASS | {"error_feedback": Momentum(nesterov=True)}, 4),
+    ("local", OneBit(), TWO_PASS | {"every": 3}, 4),
+    ("local", TopK(0.1), {"exchange": "split", "every": 3, "outer_momentum": 0.5, "bucket_cap_mb": 0.002}, 5),
+    ("local", QSGD(bits=4), STEPPED | {"exchange": "gather"}, 6),
+    ("local", PowerSGD(rank=1), {"exchange": "gather", "every": 3}, 5),
+    ("local", TopK(0.1), STEPPED | {"exchange": "gather", "mixing": 0.5}, 7),
+    ("local", TopK(0.1), STEPPED | {"exchange": "gather", "keep_local": True, "error_feedback": NARROW}, 7),
+    ("local", OneBit(), TWO_PASS | {"every": 5, "delay": 3, "keep_local": True, "bucket_cap_mb": 0.002}, 6),
+    ("local", Ternary(), {"exchange": "gather", "every": 2, "error_feedback": Tracking()}, 5),
+    ("local", TopK(0.1), {"exchange": "union", "every": 2, "error_feedback": Momentum(nesterov=True)}, 5),
+    ("local", OneBit(), {"exchange": "gather", "every": 2, "error_feedback": NARROW}, 5),
+    ("local", TopK(0.1), {"exchange": "union", "every": 2, "error_feedback": Residual(0.9, torch.int8)}, 5),
+    ("local", TopK(0.1), UNSENT | {"exchange": "split"}, 6),
+    ("local", TopK(0.1), UNSENT | LENGTHENED | {"exchange": "split"}, 6),
+    ("local", ChunkedTopK(k=20, chunk=256), TWO_PASS | LENGTHENED | {"every": 1}, 6),
+    ("adam", None, {"warmup_steps": 3}, 5),
+    ("adam", None, {"warmup_steps": 6}, 5),
+    ("adam", TopK(0.05), {"warmup_steps": 3, "error_feedback": Residual(0.9)}, 5),
+    ("adam", falling, {"warmup_steps": 3}, 5),
+    ("adam", QSGD(), {"warmup_steps": 3, "error_feedback": False, "seed": 4}, 5),
+    ("lion", None, {}, 5),
+    ("lion", None, {"vote": "mean"}, 5),
+    ("horovod", OneBit(block=256), MOVING, 4),
+    ("horovod", QSGD(bits=4), MOVING, 4),
+    ("horovod", QSGD(bits=4), MOVING | {"error_feedback": True}, 4),
+    ("horovod", TernGrad(), MOVING, 4),
+    ("horovod", TopK(0.1), MOVING, 4),
+    ("horovod", ChunkedTopK(k=16, chunk=256), MOVING, 4),
+    ("horovod", TopK(0.1), MOVING | {"error_feedback": NARROW}, 4),
+    ("horovod", OneBit(block=256), MOVING | {"error_feedback": Residual(dtype=torch.int8)}, 4),
+    ("horovod", TopK(0.1), {"error_feedback": Momentum()}, 4),
+    ("horovod", TopK(0.1), {"error_feedback": Tracking()}, 4),
+]
+
+
+@pytest.mark.parametrize("case", RESUMED, ids=without_address)
+@on_ranks(2)
+def test_going_on_from_a_checkpoint_changes_no_bit(rank: int, case: tuple[str, Any, dict[str, Any], int]) -> None:
+    """A run that goes on; that again, after it went astray; and new ones, with the checkpoint and without."""
+    name, codec, options, at = case
+
+    def made() -> Front:
+        model: nn.Module = perceptron()
+        if name == "ddp":  # whose bucket of one parameter looks the same before and after it is rebuilt
+            model = nn.Linear(40, 64, bias=False)
+        return FRONTS[name](model, codec, **options)
+
+    def go_on(front: Front, steps: Iterable[int]) -> str:
+        for step in steps:
+            front.step(batch(rank, step, front.model))
+        if name == "local":
+            front.state.synchronise()
+        saved = front.state.state_dict()
+        return digest([*front.parameters(), *leaves([saved[key] for key in ("residuals", "state") if key in saved])])
+
+    def load(front: Front, remembers: bool = True) -> Front:
+        model, optimizer, state = through_a_file(saved)
+        front.model.load_state_dict(model)
+        if not remembers:
+            optimizer.pop("gradwire", None)
+        front.optimizer.load_state_dict(optimizer)
+        if remembers and front.state is not front.optimizer:
+            front.state.load_state_dict(state)
+        return front
+
+    front = made()
+    for step in range(at):
+        front.step(batch(rank, step, front.model))
+    saved = through_a_file([each.state_dict() for each in (front.model, front.optimizer, front.state)])
+    runs = [go_on(front, range(at, 10))]
+    go_on(front, range(90, 93))
+    runs.append(go_on(load(front), range(at, 10)))
+    if name == "local":
+        front.close()
+    for remembers in (True,) if name in ("adam", "lion") else (True, False):  # these take no checkpoint without it
+        fresh = load(made(), remembers)
+        runs.append(go_on(fresh, range(at, 10)))
+        if name != "horovod":
+            fresh.close()
+    front.close()
+    on, astray, again, *forgetful = runs
+    assert on == astray == again
+    assert on not in forgetful, "the checkpoint made no difference"
+
+
+def saved_by_all(rank: int, name: str) -> tuple[bytes, bytes, str]:
+    """One checkpoint for all ranks, with the means of what each has; this rank's own; and a digest of the first."""
+    codec, options, file, own = *ANYWHERE[name], io.BytesIO(), io.BytesIO()
+    front = FRONTS[name](perceptron(), codec, **options)
+    for step in range(6):  # of `LocalUpdates` one fragment is under way
+        front.step(batch(rank, step, front.model))
+    saved = front.state.consolidated_state_dict()
+    mine = front.state.state_dict()
+    means, each = (leaves([part.get("state"), part.get("gradwire", part)["residuals"]]) for part in (saved, mine))
+    for mean, x in zip(means, each, strict=True):
+        torch.testing.assert_close(mean.double(), mean_over_ranks(x), atol=1e-7, rtol=0)
+    inner = {} if front.optimizer is front.state else front.optimizer.state_dict()
+    torch.save((front.model.state_dict(), inner, saved), file)
+    torch.save(mine, own)
+    front.close()
+    return file.getvalue(), own.getvalue(), digest(leaves(saved))
+
+
+def loaded_by_others(rank: int, name: str, data: bytes, own: bytes) -> str:
+    codec, options = ANYWHERE[name]
+    front = FRONTS[name](perceptron(), codec, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Horovod's goes on without
+        assert "on every rank" in told(lambda: front.state.load_state_dict(torch.load(io.BytesIO(own))))
+    model, optimizer, saved = torch.load(io.BytesIO(data), weights_only=True)
+    front.model.load_state_dict(model)
+    if optimizer:
+        front.optimizer.load_state_dict(optimizer)
+    front.state.load_state_dict(saved)
+    torch.testing.assert_close(leaves(front.state.consolidated_state_dict()), leaves(saved), rtol=1e-6, atol=1e-8)
+    for step in range(6, 8):
+        front.step(batch(rank, step, front.model))
+    if name == "local":
+        front.state.synchronise()
+    found = digest(front.parameters())
+    front.close()
+    return found
+
+
+#: Codec and options of the fronts whose checkpoints may be of all ranks.
+ANYWHERE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ddp": (OneBit(), TWO_PASS),
+    "local": (TopK(0.05), STEPPED),
+    "adam": (OneBit(), {"warmup_steps": 3}),
+    "lion": (None, {}),
+    "horovod": (OneBit(), MOVING),
+}
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_another_number_of_ranks_goes_on_with_all_of_it(ranks: Ranks, name: str) -> None:
+    (saved, own, first), (_, _, second) = ranks(2).run(saved_by_all, name)
+    assert first == second
+    found = ranks(3).run(loaded_by_others, name, saved, own)
+    assert found == found[:1] * 3
 
 
 # -- what does not fit any more ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire import QSGD, Codec, CompressState, Identity, Momentum, OneBit, TernGrad, TopK, Tracking, compress_hook
+from gradwire import QSGD, Codec, CompressState, Identity, OneBit, TernGrad, TopK, Tracking, compress_hook
 from gradwire.compress.formats.wire import WIRE_VERSION
 from gradwire.hooks.core import options as core_options
 from gradwire.hooks.core.options import Options
@@ -22,7 +22,7 @@ from ranks import Pool, Ranks, on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import convnet, digest, meeting_within, perceptron, residuals_of, through_a_file, told, train, wrap
+from training import convnet, digest, meeting_within, perceptron, residuals_of, told, train, wrap
 
 
 def ddp_of(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -210,50 +210,6 @@ def test_ranks_meet_where_one_has_waited_in_vain_before(ranks: Ranks) -> None:
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("codec", "exchange", "feedback"),
-    [
-        (OneBit(block=256), "gather", "auto"),
-        (OneBit(block=256), "two_pass", "auto"),
-        (QSGD(), "gather", "auto"),
-        (QSGD(), "two_pass", "auto"),
-        (TopK(0.1), "gather", "auto"),
-        (TopK(0.1), "gather", Momentum()),
-        (TopK(0.1), "split", Momentum(nesterov=True)),
-        (OneBit(), "two_pass", Momentum(nesterov=True)),
-    ],
-    ids=str,
-)
-@on_ranks(2)
-def test_resuming_equals_going_on(rank: int, codec: Codec, exchange: str, feedback: Any) -> None:
-    """A run that goes on; that again, after it went astray; and new ones, with the checkpoint and without."""
-
-    def single() -> nn.Module:
-        """One parameter: its bucket looks the same before and after DDP rebuilds, so a restart changes no layout."""
-        torch.manual_seed(7)
-        return nn.Linear(40, 64, bias=False)
-
-    model = single()
-    ddp, state = wrap(model, codec, exchange=exchange, error_feedback=feedback)
-    train(rank, ddp, range(4))
-    saved, weights = through_a_file((state.state_dict(), model.state_dict()))
-    runs = [train(rank, ddp, range(4, 8))]
-    train(rank, ddp, range(90, 93))
-    model.load_state_dict(weights)
-    state.load_state_dict(saved)
-    runs.append(train(rank, ddp, range(4, 8)))
-    for remember in (True, False):
-        model = single()
-        model.load_state_dict(weights)
-        ddp, state = wrap(model, codec, exchange=exchange, error_feedback=feedback)
-        if remember:
-            state.load_state_dict(saved)
-        runs.append(train(rank, ddp, range(4, 8)))
-    on, astray, again, forgetful = runs
-    assert on == astray == again
-    assert forgetful != on, "the checkpoint made no difference"
 
 
 @on_ranks(2)

@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -631,54 +630,6 @@ STREAMING: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 1, "outer_lr":
 
 
 @pytest.mark.parametrize(
-    ("codec", "exchange", "options", "save_at"),
-    [
-        (OneBit(), "two_pass", {"every": 3}, 4),
-        (TopK(0.1), "split", {"every": 3, "outer_momentum": 0.5, "bucket_cap_mb": 0.002}, 5),
-        (QSGD(bits=4), "gather", STREAMING, 6),
-        (PowerSGD(rank=1), "gather", {"every": 3}, 5),
-        (TopK(0.1), "gather", STREAMING | {"mixing": 0.5}, 7),
-        (TopK(0.1), "gather", STREAMING | {"keep_local": True, "error_feedback": Residual(dtype=torch.bfloat16)}, 7),
-        (OneBit(), "two_pass", {"every": 5, "delay": 3, "keep_local": True, "bucket_cap_mb": 0.002}, 6),
-        (Ternary(), "gather", {"every": 2, "error_feedback": Tracking()}, 5),
-        (TopK(0.1), "union", {"every": 2, "error_feedback": Momentum(nesterov=True)}, 5),
-        (OneBit(), "gather", {"every": 2, "error_feedback": Residual(dtype=torch.bfloat16)}, 5),
-        (TopK(0.1), "union", {"every": 2, "error_feedback": Residual(0.9, torch.int8)}, 5),
-        (TopK(0.1), "split", {"every": 4, "fragments": 2, "delay": 1, "keep_unsent": True}, 6),
-        (TopK(0.1), "split", {"every": 4, "fragments": 2, "delay": 1, "keep_unsent": True, "lengthen_steps": True}, 6),
-        (ChunkedTopK(k=20, chunk=256), "two_pass", {"every": 1, "keep_unsent": True, "lengthen_steps": True}, 6),
-    ],
-    ids=str,
-)
-@on_ranks(2)
-def test_resuming_is_bit_identical(
-    rank: int, codec: Codec, exchange: Any, options: dict[str, Any], save_at: int
-) -> None:
-    """Training that goes on, and training that is saved in the midst of a round and goes on elsewhere."""
-    ends, adaptive = [], "lengthen_steps" in options
-    for save in (False, True):
-        model, optimizer = plain(adaptive=adaptive)
-        updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
-        for _ in train(rank, model, optimizer, range(save_at)):
-            updates.step()
-        # This also folds what owners of slices keep.
-        saved = through_a_file([model.state_dict(), optimizer.state_dict(), updates.state_dict()])
-        if save:
-            updates.close()
-            model, optimizer = plain(adaptive=adaptive)
-            updates = LocalUpdates(model, optimizer, codec, exchange=exchange, **in_groups(options))
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            updates.load_state_dict(saved[2])
-        for _ in train(rank, model, optimizer, range(save_at, 13)):
-            updates.step()
-        updates.synchronise()
-        ends.append(digest([*model.parameters(), *leaves(updates.state_dict()["residuals"])]))
-        updates.close()
-    assert ends[0] == ends[1]
-
-
-@pytest.mark.parametrize(
     ("codec", "exchange", "options"),
     [
         (TopK(0.05), "gather", {"every": 1}),
@@ -787,51 +738,6 @@ def test_what_is_under_way_in_a_checkpoint_arrives_under_any_schedule(rank: int,
         updates.close()
     for other in ends[1:]:
         torch.testing.assert_close(other, ends[0], atol=1e-7, rtol=0)
-
-
-def save_consolidated(rank: int, path: str) -> str:
-    model, optimizer = plain()
-    updates = LocalUpdates(model, optimizer, TopK(0.05), **in_groups(STREAMING))
-    for _ in train(rank, model, optimizer, range(6)):  # one fragment is under way
-        updates.step()
-    saved = updates.consolidated_state_dict()
-    assert not saved["arrived"]
-    assert digest(model.parameters()) == digest(saved["global"][name] for name, _ in model.named_parameters())
-    mine = residuals_of(updates.state_dict())
-    for name, mean in residuals_of(saved).items():
-        torch.testing.assert_close(mean.double(), mean_over_ranks(mine[name]), atol=1e-7, rtol=0)
-    updates.close()
-    if rank == 0:
-        torch.save([model.state_dict(), saved], path)
-    return digest(leaves({name: saved[name] for name in ("global", "momentum", "residuals")}))
-
-
-def load_consolidated(rank: int, path: str) -> float:
-    weights, saved = torch.load(path, weights_only=True)
-    model, optimizer = plain(0.5)
-    options = STREAMING | {"outer_lr": 1.0, "outer_momentum": 0.0}
-    updates = LocalUpdates(model, optimizer, TopK(0.05), **in_groups(options))
-    model.load_state_dict(weights)
-    updates.load_state_dict(saved)
-    ledger = Ledger(model, updates)
-    for name, residual in residuals_of(saved).items():
-        ledger.wanted[name] += residual  # the mean of what the other ranks had kept
-    for _ in train(rank, model, optimizer, range(1)):
-        updates.step()
-    ledger.expect()
-    updates.synchronise()
-    error = ledger.error()
-    updates.close()
-    return error
-
-
-def test_a_consolidated_checkpoint_loads_on_another_number_of_ranks_and_nothing_is_lost(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "saved.pt")
-    first, second = ranks(2).run(save_consolidated, path)
-    assert first == second
-    assert max(ranks(3).run(load_consolidated, path)) < 2e-6
 
 
 @on_ranks(2)

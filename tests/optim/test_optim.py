@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +33,7 @@ from gradwire.optim import DistributedLion, OneBitAdam, keep_gradients
 from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import batch, digest, mean_over_ranks, perceptron, residuals_of, through_a_file
+from training import batch, digest, mean_over_ranks, perceptron, residuals_of
 
 BETAS, EPS, DECAY = (0.8, 0.95), 1e-6, 0.1
 NEVER = 5  # the parameter that no rank ever has a gradient for
@@ -261,84 +260,6 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "majority": (lion, {}),
     "mean": (lion, {"vote": "mean"}),
 }
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@on_ranks(3)
-def test_going_on_from_a_checkpoint_changes_no_bit(rank: int, name: str) -> str:
-    """Stopped after step 4 and gone on with, by another optimizer, against one that is saved and never stopped, and one
-    that is not saved either."""
-    make, options = MAKERS[name]
-    made = parameters()
-    unsaved: Any = make(made, **options)
-    for _ in walk(rank, made, range(8)):
-        unsaved.step()
-    unsaved.close()
-    never = digest(made)
-    made = parameters()
-    optimizer: Any = make(made, **options)
-    for step in walk(rank, made, range(8)):
-        optimizer.step()
-        if step == 4:
-            values = [p.detach().clone() for p in made]
-            saved = through_a_file(optimizer.state_dict())
-            optimizer.consolidated_state_dict()
-    assert digest(made) == never
-    again = parameters()
-    other: Any = make(again, **options)
-    for p, value in zip(again, values, strict=True):
-        p.data.copy_(value)
-    other.load_state_dict(saved)
-    for _ in walk(rank, again, range(5, 8)):
-        other.step()
-    states = [[*made, *optimizer.state[made[0]].values()], [*again, *other.state[again[0]].values()]]
-    optimizer.close()
-    other.close()
-    assert digest(states[0]) == digest(states[1])
-    return digest(again)
-
-
-def saved_by_all(rank: int, name: str) -> Any:
-    """A consolidated checkpoint, this rank's own, and the means of momentum and residual."""
-    make, options = MAKERS[name]
-    made = parameters()
-    optimizer: Any = make(made, **options)
-    for _ in walk(rank, made, range(6)):
-        optimizer.step()
-    file, own = io.BytesIO(), io.BytesIO()
-    torch.save((optimizer.consolidated_state_dict(), [p.detach() for p in made]), file)
-    torch.save(optimizer.state_dict(), own)
-    sums = [sum(momentum_and_residual(optimizer, made, index)) for index in (0, 4, 6)]
-    optimizer.close()
-    return file.getvalue(), own.getvalue(), sums
-
-
-def loaded_by_others(rank: int, name: str, saved: bytes, own: bytes) -> Any:
-    make, options = MAKERS[name]
-    made = parameters()
-    optimizer: Any = make(made, **options)
-    with pytest.raises(ValueError, match="save state_dict\\(\\) on every rank"):
-        optimizer.load_state_dict(torch.load(io.BytesIO(own), weights_only=True))
-    state, values = torch.load(io.BytesIO(saved), weights_only=True)
-    for p, value in zip(made, values, strict=True):
-        p.data.copy_(value)
-    optimizer.load_state_dict(state)
-    sums = [sum(momentum_and_residual(optimizer, made, index)) for index in (0, 4, 6)]
-    for _ in walk(rank, made, range(6, 8)):
-        optimizer.step()
-    optimizer.close()
-    return sums, digest(made)
-
-
-@pytest.mark.parametrize("name", ["onebit", "majority"])
-def test_another_number_of_ranks_goes_on_with_all_of_it(ranks: Ranks, name: str) -> None:
-    (saved, own, before), (other, *_) = ranks(2).run(saved_by_all, name)
-    assert len(saved) == len(other)
-    found = ranks(3).run(loaded_by_others, name, saved, own)
-    for sums, digests in found:
-        assert digests == found[0][1]
-        for a, b in zip(sums, before, strict=True):
-            assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
 
 
 @on_ranks(2)
