@@ -469,6 +469,56 @@ def test_what_does_not_fit_is_refused_or_dropped(rank: int, name: str, change: s
     fresh.close()
 
 
+def foreign(name: str, good: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Checkpoints that are not this front's, by what is said of each."""
+    if name == "adam":
+        state, own = good["state"], good["gradwire"]
+        return {
+            "lacks 'gradwire'": torch.optim.Adam(perceptron().parameters()).state_dict(),
+            "the checkpoint has codec TopK": {**good, "gradwire": {**own, "codec": "TopK"}},
+            "nothing as exp_avg of parameter 4": {**good, "state": {**state, 4: {}}},
+            r"\(64, 64\) as exp_avg of parameter 0": {**good, "state": {**state, 0: state[2]}},
+            "parameter groups": {**good, "param_groups": []},
+        }
+    residuals, mine = residuals_of(good), f"rank {rank} of 2"
+    found = {
+        "not a checkpoint": {},
+        "it lacks ": {"format": 2},
+        r"has codec TopK\(density=0.01\).* OneBit.*make this one with the checkpoint's codec": {
+            **good, "codec": "TopK(density=0.01)",
+        },
+        "rank 7 of 8.*strict=False": {**good, "residuals": {"rank 7 of 8": residuals}},
+        "format 99": {**good, "format": 99},
+    }  # fmt: skip
+    if name == "ddp":
+        shapes = {each: torch.zeros(3, 3) for each in residuals}
+        return found | {
+            "'elsewhere'": {**good, "residuals": {mine: {"elsewhere": torch.zeros(1)}}},
+            r"\(3, 3\)": {**good, "residuals": {mine: shapes}},
+        }
+    first = next(iter(good["global"]))
+    return found | {
+        "has no momentum tensors of": {**good, "momentum": {}},
+        "of another model": {**good, "global": {**good["global"], first: torch.zeros(3)}},
+        "save after synchronise": {**good, "arrived": {first: good["global"][first]}},
+    }
+
+
+@pytest.mark.parametrize(("name", "options"), [("ddp", {}), ("local", {"outer_momentum": 0.9}), ("adam", {})])
+@on_ranks(2)
+def test_foreign_checkpoints_are_refused_and_change_nothing(rank: int, name: str, options: dict[str, Any]) -> None:
+    front = FRONTS[name](perceptron(), OneBit(), **options)
+    for step in range(3):
+        front.step(batch(rank, step, front.model))
+    good = front.state.state_dict()
+    before = digest(leaves(good))
+    for text, saved in foreign(name, good, rank).items():
+        with pytest.raises(ValueError, match=text):
+            front.state.load_state_dict(saved)
+    assert digest(leaves(front.state.state_dict())) == before
+    front.close()
+
+
 @needs_reduce_scatter
 @pytest.mark.parametrize("scattered", [False, True])
 @on_ranks(2)

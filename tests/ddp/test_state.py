@@ -212,33 +212,6 @@ def test_ranks_meet_where_one_has_waited_in_vain_before(ranks: Ranks) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_foreign_checkpoints_are_refused_and_change_nothing(rank: int) -> None:
-    ddp, state = wrap(perceptron(), OneBit())
-    train(rank, ddp, range(3))
-    good = state.state_dict()
-    before = digest(residuals_of(good).values())
-    mine, shapes = f"rank {rank} of 2", {name: torch.zeros(3, 3) for name in residuals_of(good)}
-    found = {
-        "codec": told(lambda: state.load_state_dict({**good, "codec": "TopK(density=0.01)"})),
-        "rank": told(lambda: state.load_state_dict({**good, "residuals": {"rank 7 of 8": residuals_of(good)}})),
-        "format": told(lambda: state.load_state_dict({**good, "format": 99})),
-        "name": told(lambda: state.load_state_dict({**good, "residuals": {mine: {"elsewhere": torch.zeros(1)}}})),
-        "shape": told(lambda: state.load_state_dict({**good, "residuals": {mine: shapes}})),
-        "nothing": told(lambda: state.load_state_dict({})),
-    }
-    found["intact"] = str(digest(residuals_of(state.state_dict()).values()) == before)
-    assert "TopK(density=0.01)" in found["codec"]
-    assert "OneBit" in found["codec"]
-    assert "rank 7 of 8" in found["rank"]
-    assert "strict=False" in found["rank"]
-    assert "format 99" in found["format"]
-    assert "'elsewhere'" in found["name"]
-    assert "(3, 3)" in found["shape"]
-    assert "not a checkpoint" in found["nothing"]
-    assert found["intact"] == "True"
-
-
 def test_feedback_is_on_for_codecs_that_contract() -> None:
     found = {
         f"{codec.name} {option}": Options(codec, error_feedback=option).choice(0).feedback

@@ -263,22 +263,10 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @on_ranks(2)
-def test_a_checkpoint_that_does_not_fit_is_refused(rank: int) -> None:
-    made = parameters()
-    optimizer, others = adam(made), lion(parameters())
-    saved = optimizer.state_dict()
-    for state, complaint in (
-        (torch.optim.Adam(parameters()).state_dict(), "lacks 'gradwire'"),
-        (others.state_dict(), "the checkpoint has codec"),
-        ({**saved, "state": {**saved["state"], 4: {}}}, "nothing as exp_avg of parameter 4"),
-        ({**saved, "state": saved["state"] | {0: saved["state"][6]}}, r"\(300,\) as exp_avg of parameter 0"),
-        ({**saved, "param_groups": saved["param_groups"][:1]}, "parameter groups"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            optimizer.load_state_dict(state)
-    for one in (optimizer, others):
-        one.close()
-    for gone in (optimizer, copy.deepcopy(others)):
+def test_one_that_is_closed_and_a_copy_make_no_step(rank: int) -> None:
+    optimizer = lion(parameters())
+    optimizer.close()
+    for gone in (optimizer, copy.deepcopy(optimizer)):
         with pytest.raises(RuntimeError, match="closed, or a copy"):
             gone.step()
 
