@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -481,23 +483,36 @@ def test_a_step_follows_a_wrong_state_and_a_missing_hook(rank: int) -> None:
     train(rank, bare, range(2))
 
 
+@contextlib.contextmanager
+def default(dtype: torch.dtype) -> Iterator[None]:
+    """torch makes tensors of this dtype, as scripts say that train in it."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("name", marked(name for name in FRONTS if name not in ("overlap", "horovod")))
 @on_ranks(2)
-def test_fronts_may_be_made_saved_and_loaded_in_inference_mode(rank: int, name: str) -> None:
-    digests = []
-    for mode in (torch.inference_mode, torch.enable_grad):
+def test_fronts_may_be_made_saved_and_loaded_in_any_mode(rank: int, name: str) -> None:
+    """In inference mode; and with another default dtype, steps too."""
+    digests, data = [], [batch(rank, step, perceptron()) for step in range(4)]
+    wide, narrow = partial(default, torch.float64), partial(default, torch.bfloat16)
+    for mode in (torch.inference_mode, torch.enable_grad, wide, narrow):
         options: dict[str, Any] = {"error_feedback": Tracking()} if name == "ddp" else {}
         front = FRONTS[name](perceptron(), OneBit(), within=mode(), **options)
-        more = nn.Parameter(torch.zeros(3))
         if name in ("adam", "lion"):
+            more = nn.Parameter(torch.zeros(3))
             with mode():
                 front.optimizer.add_param_group({"params": [more]})
         for step in range(4):
-            front.step(batch(rank, step, perceptron()))
+            with torch.enable_grad() if mode is torch.inference_mode else mode():
+                front.step(data[step])
             if step == 2 and name in ("ddp", "local", "adam", "lion"):
                 with mode():
                     front.state.consolidated_state_dict()
                     front.state.load_state_dict(front.state.state_dict())
         digests.append(digest(front.parameters()))
         front.close()
-    assert digests[0] == digests[1]
+    assert digests == digests[:1] * 4

@@ -523,28 +523,6 @@ def test_what_is_not_finite_stays_visible(rank: int, make: str) -> str:
     return digest(made)
 
 
-@pytest.mark.parametrize("name", ["onebit", "mean"])
-@on_ranks(3)
-def test_the_default_dtype_does_not_matter(rank: int, name: str) -> None:
-    """What parameters become where torch makes tensors of another dtype, as scripts that train in bfloat16 say."""
-    found, (make, options) = [], MAKERS[name]
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        made = parameters()
-        gradients = [[p.grad for p in made] for _ in walk(rank, made, range(5))]
-        torch.set_default_dtype(dtype)
-        try:
-            optimizer = make(made, **options)
-            for grads in gradients:
-                for p, grad in zip(made, grads, strict=True):
-                    p.grad = grad
-                optimizer.step()
-            optimizer.close()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        found.append(digest(made))
-    assert len(set(found)) == 1
-
-
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "optimizers.md").read_text("utf-8")
