@@ -69,6 +69,7 @@ class World:
         self.whole_at: dict[int, int] = {}
         self.spoiled: set[int] = set()
         self.met = False
+        self.order: list[int] = []  # of the view that was last in use
 
     @property
     def alive(self) -> list[Simulated]:
@@ -112,7 +113,7 @@ class World:
         if not self.remembers or not any(self.can_tell(replica) for replica in self.alive):
             self.forget()
         self.point = Membership(self.now, self.point.dead_after)
-        self.met = False
+        self.met, self.order = False, []
 
     def can_tell(self, replica: Simulated) -> bool:
         """It knows of numbers after which a gap passes all that were given."""
@@ -132,7 +133,7 @@ class World:
         act()
         outbox, point.outbox = point.outbox, []
         if not point._replicas:
-            self.met = False  # the next ones are a new group
+            self.met, self.order = False, []  # the next ones are a new group
         after = [view.number for view in (point.used, point.pending) if view is not None]
         told = collections.Counter((peer, message["void"]) for peer, message in outbox if message and "void" in message)
         for number, view in before.items():
@@ -175,6 +176,9 @@ class World:
             number, members = message["view"], message["members"]
             assert len(set(members)) == len(members) >= (self.least if self.met else max(self.least, self.wait_for))
             assert set(members) <= {replica.member for replica in self.point.living}
+            stay = [member for member in self.order if member in members]
+            if self.order:
+                assert members == [*stay, *sorted(set(members) - set(stay))], "members keep their order"
             if self.remembers:
                 assert number > max(self.proposed, default=0), "a view's number was given before"
             self.proposed[number] = members
@@ -182,7 +186,7 @@ class World:
             number = message["go"]
             assert self.connected[number] == set(self.proposed[number]), "not all have connected"
             self.whole_at.setdefault(number, self.steps)
-            self.met = True
+            self.met, self.order = True, self.proposed[number]
         elif "refused" in message and "disagree" not in message["refused"]:
             replica, used = self.links[peer], self.point.used
             assert replica.failures >= STRIKES
@@ -634,77 +638,6 @@ def test_a_number_that_was_given_again_is_changed() -> None:
     world.agree()
 
 
-def test_numbers_are_not_given_again_though_only_one_comes_back_who_knows_little() -> None:
-    world = started(members=2)
-    stale, other = world.replicas
-    world.close(stale)
-    world.advance(0.1)
-    world.add()
-    for _ in range(100):  # the stale one does not connect again
-        for replica in world.replicas[1:]:
-            while replica.inbox:
-                world.hear(replica)
-            if replica.pending:
-                world.answer(replica)
-        world.advance(0.05)
-    assert (stale.seen, stale.next) < (other.seen, other.next)
-    world.restart()
-    world.connect(stale)
-    world.add()
-    world.advance(DEAD_AFTER + 1)  # `check` compares the numbers
-    assert len(world.proposed) > 3
-    world.settle(3)
-    world.agree()
-
-
-def test_large_numbers_that_members_know_are_passed() -> None:
-    world = started(members=1)
-    member = world.replicas[0]
-    member.seen, member.next = 5000, 7000
-    world.restart()
-    world.connect(member)
-    newcomer = world.add()
-    world.settle(1)
-    assert member.view > 5000
-    assert newcomer.member is not None
-    assert newcomer.member >= 7000
-    world.agree()
-
-
-def test_whoever_does_not_come_back_after_a_restart_is_lost() -> None:
-    world = started(members=3)
-    number = max(world.proposed)
-    world.restart()
-    missing, *others = world.alive
-    missing.gone = True
-    newcomer = world.add()
-    for replica in others:
-        world.connect(replica)
-    world.settle(DEAD_AFTER - 0.5)
-    assert max(world.proposed) == number
-    assert {replica.view for replica in others} == {number}
-    assert newcomer.member is None
-    assert "just started" in newcomer.waiting
-    world.settle(1.5)
-    assert [replica.view > number for replica in (*others, newcomer)] == [True] * 3
-    world.agree()
-
-
-def test_members_keep_their_order() -> None:
-    world = started(members=4)
-    for member, expected in ((0, [1, 2, 3, 0]), (2, [1, 3, 0, 2])):
-        world.close(world.replicas[member])
-        world.settle(0.3)
-        world.settle(1)
-        assert world.point.used is not None
-        assert list(world.point.used.members) == expected
-    world.add()
-    world.add()
-    world.settle(1)
-    assert world.point.used is not None
-    assert list(world.point.used.members) == [1, 3, 0, 2, 4, 5]
-
-
 def test_a_proposal_that_is_not_answered_is_void_after_a_time() -> None:
     world = started(members=2)
     used, newcomer = world.point.used, world.add()
@@ -720,38 +653,6 @@ def test_a_proposal_that_is_not_answered_is_void_after_a_time() -> None:
     world.advance(0.5)
     assert world.point.used is used
     assert {"void": number, "why": "members [2] did not connect within 10 s"} in newcomer.inbox
-    world.settle(1)
-    world.agree()
-
-
-def test_the_next_group_may_have_other_options_and_its_members_other_numbers() -> None:
-    world = started(members=2, wait_for=2)
-    for replica in world.alive:
-        replica.gone = True
-        world.close(replica)
-    for _ in range(2):
-        world.add("topk")
-        assert world.point.used is None
-        world.settle(1)
-    world.agree()
-    assert [replica.member for replica in world.alive] == [2, 3]
-
-
-def test_a_newcomer_with_another_model_hears_both_sides() -> None:
-    world = started(members=2)
-    for replica in world.alive:
-        replica.description["model"] = [["a", [1]]]
-    world.restart()
-    for replica in world.alive:
-        world.connect(replica)
-    world.settle(0.1)
-    other = Simulated(9, 1, 1)
-    other.description["model"] = [["a", [2]]]
-    world.replicas.append(other)
-    world.connect(other)
-    while other.inbox:
-        world.hear(other)
-    assert "disagree on model: the group has ['a', [1]], this replica has ['a', [2]]" in other.refused
     world.settle(1)
     world.agree()
 
