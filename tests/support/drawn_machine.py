@@ -101,7 +101,7 @@ class Machine(Player):
                 self.ddp,
                 c.codec,
                 exchange=c.exchange,
-                error_feedback=c.error_feedback,  # type: ignore[arg-type]
+                error_feedback=c.error_feedback,
                 warmup_steps=c.warmup_steps,
                 fallback=c.fallback,
                 topology=c.topology,
