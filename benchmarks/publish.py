@@ -144,16 +144,17 @@ learn-periodic: {learn} --steps 4500 --learning-rates 4e-3 8e-3 1.2e-2 --arms lo
 learn-periodic-late: {learn} --steps 4500 --learning-rates 1.2e-2 --seeds 1 --arms local3-wide0.7-b8 local5-wide1.5-b8
     carried3-wide0.9-b8
 learn-gpt2: {learn} --task gpt2 --batch 64 --steps 500 --seeds 1 --learning-rates 4e-3 --arms chunked25-b5
-    kept1-chunked25 kept5-chunked25 kept5-longer local1 local1-longer local3-longer qsgd4 terngrad
+    kept1-chunked25 kept5-chunked25 kept5-longer local1 local1-longer local3-longer qsgd4 terngrad eden local5-eden
 learn-gpt2-seeds: {learn} --task gpt2 --batch 64 --steps 500 --seeds 3 --learning-rates 4e-3
-    --arms kept1-chunked25 kept1-longer
+    --arms kept1-chunked25 kept1-longer eden
 learn-gpt2-muon: {learn} --task gpt2 --optimizer muon --batch 64 --steps 500 --seeds 1 --learning-rates 4e-3
     --arms local3-qsgd4 local5-chunked25
 learn-gpt2-rates: {learn} --task gpt2 --batch 64 --steps 250 --seeds 1 --learning-rates 2e-3 4e-3 8e-3
     --arms kept1-chunked25
 learn-gpt2-tiny: {learn} --task gpt2-tiny --batch 256 --steps 250 --seeds 3 --learning-rates 4e-3 --arms chunked25-b5
     kept1-chunked25 local5-chunked25 kept5-chunked25
-learn-kept: {learn} --seeds 1 --learning-rates 8e-3 --arms kept1-longer kept5-longer local3-longer terngrad
+learn-kept: {learn} --seeds 1 --learning-rates 8e-3 --arms kept1-longer kept5-longer local3-longer terngrad eden
+    local5-eden
 learn-unbiased: {learn} --learning-rates 8e-3 --arms qsgd8 qsgd4
 learn-batch: {learn} --batch 64 --seeds 1 --learning-rates 8e-3 --arms chunked25 local10-ternary
 *learn-sgd: {learn} --optimizer sgd --steps 500 --learning-rates 0.3 --arms topk4 onebit-outliers chunked25

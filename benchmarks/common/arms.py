@@ -372,7 +372,7 @@ def recommended(optimizer: str, times: float, colour: str = Arm.colour) -> Arm:
 DEMONSTRATED = {name: ARMS[name] for name in (DENSE, BASELINE)} | {
     arm.name: arm
     for arm in (
-        recommended("adamw", times, colour) for times, colour in ((7, "#0072B2"), (20, "#D55E00"), (100, "#CC79A7"))
+        recommended("adamw", times, colour) for times, colour in ((7, "#0072B2"), (19, "#D55E00"), (100, "#CC79A7"))
     )
 }
 

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="linear", help="module:function, or linear, small, language (%(default)s)")
     parser.add_argument("--optimizer", default="adamw", help="whose codecs gradwire.recommend names (%(default)s)")
     parser.add_argument(
-        "--ratio", type=float, nargs="*", default=[7, 20, 100], help="times fewer bytes, of these codecs (7 20 100)"
+        "--ratio", type=float, nargs="*", default=[7, 19, 100], help="times fewer bytes, of these codecs (7 19 100)"
     )
     parser.add_argument("--codec", nargs="+", default=[], metavar="CODEC", help="others, such as 'TopK(density=0.01)'")
     parser.add_argument("--bucket-mb", type=float, help="DDP's bucket_cap_mb (default: DDP's own)")

@@ -22,7 +22,7 @@ class EDEN(BlockCodec):
     for normal numbers (Lloyd 1957: what is below 0.612 σ becomes 0). The scale L = Σr² / Σ|r| over what is not 0 makes
     the decoded vector unbiased over the rotations: to rounding, and but for what far larger elements of the same 256
     hide (one that has 99 % of Σx² lets hardly anything else through). The error is 0.23 of Σx², where that of
-    `TernGrad` is about three times as much on gradients, with the same number of trits. No residual is needed, so
+    `TernGrad` is more than twice as much on gradients, with the same number of trits. No residual is needed, so
     nothing arrives late. 1.675 bits an element.
 
     Args:

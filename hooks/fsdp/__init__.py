@@ -105,7 +105,7 @@ def compress_fsdp(
 
     **Without**, after `fully_shard` over a mesh of one dimension: each rank sends its gradient compressed to the
     shards' owners, instead of FSDP's reduce-scatter (the first half of DoubleSqueeze, Tang et al., ICML 2019). It takes
-    any codec. Stochastic ones, `QSGD()` and `TernGrad()`, keep nothing; for others every rank keeps a residual as large
+    any codec. Stochastic ones, `QSGD()` and `EDEN()`, keep nothing; for others every rank keeps a residual as large
     as the unsharded model's gradients, four bytes an element. For slow links between all ranks; it needs torch 2.9.
 
     **Groups that differ**, as experts and dense layers do: FSDP's parameter groups may be sharded over different

@@ -34,7 +34,7 @@ def compressed_reduce_scatter(
     both tensors must be left alone until its `wait`. Every rank must call, and wait, in the same order.
 
     It knows no parameters, so that nothing can be kept between calls: use unbiased codecs, such as `QSGD()` and
-    `TernGrad()` (Alistarh et al., NeurIPS 2017; Wen et al., NeurIPS 2017).
+    `EDEN()` (Alistarh et al., NeurIPS 2017; Vargaftik et al., ICML 2022).
 
     Args:
         codec: the codec; equal on all ranks.
@@ -51,7 +51,7 @@ def compressed_reduce_scatter(
     if error_feedback == "auto" and codec.default_feedback:
         raise ValueError(
             f"{codec} needs a residual, and a reduce-scatter without parameters keeps "
-            "none: take QSGD() or TernGrad(), or error_feedback=False, which loses the rest"
+            "none: take QSGD() or EDEN(), or error_feedback=False, which loses the rest"
         )
     calls = _Calls(codec, seed)
 

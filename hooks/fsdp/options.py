@@ -51,7 +51,7 @@ class ScatterOptions(Options):
         if self.strategy is not None and not (isinstance(self.strategy, Residual) and self.strategy.only_residual):
             raise ValueError(
                 f"error_feedback={self.strategy}: a rank is handed back its own shard alone, so that between shards "
-                "only residuals can be kept: take Residual(), or False for stochastic codes, as QSGD() and TernGrad()"
+                "only residuals can be kept: take Residual(), or False for stochastic codes, as QSGD() and EDEN()"
             )
 
     def _choose(self, codec: Codec, warm: bool) -> Choice:

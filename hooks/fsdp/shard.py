@@ -41,7 +41,7 @@ class ScatterState(ShardedFront):
     """The state of `compress_fsdp` without `mesh`: gradients are compressed on their way to the owners of the shards.
 
     Its residual is of this rank's unsharded gradients, in float32: four bytes for each element of the whole model.
-    Stochastic codecs (`QSGD()`, `TernGrad()`) need none.
+    Stochastic codecs (`QSGD()`, `EDEN()`) need none.
     """
 
     @torch.inference_mode(False)  # a step changes what is made here

@@ -47,6 +47,8 @@ def sgd(**options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, **options)
 
 
+EDEN_CALL = "CompressState(model, EDEN(), error_feedback=False)"
+
 # -- recommend ---------------------------------------------------------------------------------------------------------
 
 
@@ -97,15 +99,17 @@ def test_a_wish_that_cannot_be_met_is_refused(options: dict[str, Any], error: ty
 def test_a_recommendation_can_be_read_and_pasted() -> None:
     kept = "error_feedback=Residual(), rounds=Rounds(keep_unsent=True, lengthen_steps=True)"
     found = recommend("adamw", ratio=20)
-    assert str(found).startswith(f"LocalUpdates(model, optimizer, ChunkedTopK(k=1024), every=1, {kept}): ")
+    apart = "error_feedback=False, rounds=Rounds(lengthen_steps=True)"
+    assert str(found).startswith(f"LocalUpdates(model, optimizer, EDEN(), every=2, {apart}): ")
     assert "not been tried above 1 million parameters" in found.why
+    assert [recommend("adamw", ratio=ratio).call for ratio in (7.9, 19)] == [EDEN_CALL] * 2
     assert recommend("sgd", ratio=20).momentum is None
     assert "measured with" not in recommend(torch.optim.SGD, ratio=20).why
     assert "measured with adm: this is the advice for SGD" in recommend("adm", ratio=20).why
     rare = recommend("adamw", ratio=500)
     assert isinstance(rare.codec, ChunkedTopK)
     assert rare.call == f"LocalUpdates(model, optimizer, ChunkedTopK(k={rare.codec.k}, chunk=16384), every=5, {kept})"
-    assert [recommend("adamw", ratio=ratio).every for ratio in (20, 40, 100, 1000, 2000)] == [1, 2, 5, 5, 10]
+    assert [recommend("adamw", ratio=ratio).every for ratio in (20, 40, 95, 100, 1000, 2000)] == [2, 3, 5, 5, 5, 10]
     assert [UNTRIED in recommend("adamw", ratio=ratio).why for ratio in (20, 100, 120)] == [False, False, True]
     how = "every=5, exchange='gather', error_feedback=Residual()"
     assert recommend("Muon", ratio=100).call == f"LocalUpdates(model, optimizer, ChunkedTopK(k=1024), {how})"
