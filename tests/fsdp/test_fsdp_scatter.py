@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from fsdp_drawn import Ranks, Sharded, loads_on, mesh_of, one_pass, play_drawn, says, sharded, verdict
 from gradwire import (
+    EDEN,
     QSGD,
     Cast,
     Codec,
@@ -70,7 +71,7 @@ def setups(draw: st.DrawFn) -> Sharded:
         (TopK(0.1, values=dtype), "mask") for dtype in (torch.float32, torch.bfloat16, torch.int8)
     ]
     masked.append((Identity(), "blocks"))
-    others = [OneBit(), TopK(0.1), QSGD(rounding="nearest"), Outliers(Ternary(), 0.05), TernGrad()]
+    others = [OneBit(), TopK(0.1), QSGD(rounding="nearest"), Outliers(Ternary(), 0.05), TernGrad(), EDEN()]
     codec, exchange = draw(st.sampled_from([*masked, *((codec, "auto") for codec in others)]))
     unbiased = not codec.default_feedback
     return between_shards(
@@ -270,7 +271,7 @@ def beside_torchs_own(rank: int) -> None:
 @needs_premul_sum
 def test_the_function_is_torchs_reduce_scatter(ranks: Ranks) -> None:
     ranks(4).run(beside_torchs_own)
-    with pytest.raises(ValueError, match=r"OneBit.*take QSGD\(\) or TernGrad\(\)"):
+    with pytest.raises(ValueError, match=r"OneBit.*take QSGD\(\) or EDEN\(\)"):
         compressed_reduce_scatter(OneBit())
     compressed_reduce_scatter(Cast(torch.bfloat16), error_feedback=False)
 
