@@ -157,7 +157,7 @@ learn-kept: {learn} --seeds 1 --learning-rates 8e-3 --arms kept1-longer kept5-lo
     local5-eden
 learn-unbiased: {learn} --learning-rates 8e-3 --arms qsgd8 qsgd4
 learn-batch: {learn} --batch 64 --seeds 1 --learning-rates 8e-3 --arms chunked25 local10-ternary
-*learn-sgd: {learn} --optimizer sgd --steps 500 --learning-rates 0.3 --arms topk4 onebit-outliers chunked25
+*learn-sgd: {learn} --optimizer sgd --steps 500 --learning-rates 0.3 --arms topk4 onebit-outliers chunked25 eden
 learn-sgd-long: {learn} --optimizer sgd --steps 4500 --learning-rates 0.3 --arms topk9-split topk7.5-split
 learn-large-sgd: {learn} --task large --optimizer sgd --world 2 --batch 8 --steps 400 --seeds 1 --learning-rates 0.2
     --arms terngrad local10-ternary
