@@ -1,5 +1,5 @@
 // EDEN: record = the scales of five rows of 256 (bfloat16), the seed of their signs, then five trits a byte, as in
-// ternary.cu. A row is rotated by signs and Sylvester's Hadamard matrix: a lane's slots first, then the lanes.
+// trits.cuh. A row is rotated by signs and Sylvester's Hadamard matrix: a lane's slots first, then the lanes.
 #include "philox.cuh"
 #include "trits.cuh"
 
@@ -162,7 +162,7 @@ __device__ void eden_decode(const Target<T>& target, const u8* wires, i64 pitch,
             words.transform();
             bool sound = true;
 #pragma unroll
-            for (int row = 0; row < ROWS; ++row) sound = sound && is_finite(scale_of(head, row));
+            for (int row = 0; row < ROWS; ++row) sound = sound && is_finite(scale_of(head, row) * 256.0f);
             not_finite += lane == 0 && !sound;
 #pragma unroll
             for (int row = 0; row < ROWS; ++row)

@@ -17,13 +17,14 @@ BLOCK = 1280
 class EDEN(BlockCodec):
     """Ternary codes of rotated gradients (Vargaftik et al., "EDEN", ICML 2022; "DRIVE", NeurIPS 2021).
 
-    Signs that are drawn anew for each record, and a Hadamard matrix, rotate each 256 elements x, so that they become
-    about normal, whatever they were: r = HDx/16. r goes to the nearest of -L, 0 and +L, the quantizer of least error
-    for normal numbers (Lloyd 1957: what is below 0.612 σ becomes 0). The scale L = Σr² / Σ|r| over what is not 0 makes
-    the decoded vector unbiased over the rotations: to rounding, and but for what far larger elements of the same 256
-    hide (one that has 99 % of Σx² lets hardly anything else through). The error is 0.23 of Σx², where that of
-    `TernGrad` is more than twice as much on gradients, with the same number of trits. No residual is needed, so
-    nothing arrives late. 1.675 bits an element.
+    Signs that are drawn anew for each record, and Sylvester's Hadamard matrix, rotate each 256 elements x, so that they
+    become about normal, whatever they were: r = HDx/16. r becomes 0 where |r| is at most 0.612 σ, σ² being the mean of
+    r², and ±L elsewhere: Lloyd's thresholds for normal numbers (1957). L = Σr² of all 256, divided by Σ|r| of those
+    that do not become 0, makes the decoded vector unbiased over the rotations where no few elements are far larger than
+    the others. One to three elements with four fifths of Σx² or more hide the others of their 256, or magnify them up
+    to twice. The error is 0.23 of Σx²; that of `TernGrad`, with as many trits, is more than twice as much on normal and
+    on heavy-tailed numbers. No residual is needed, so nothing arrives late. 1.675 bits an element. For σ from 2^-125 to
+    2^123: a record beyond counts as not finite, and below elements become 0.
 
     Args:
         scale: "unbiased", with drawn rotations; or "closest", which error feedback needs: the same rotation always,
@@ -50,7 +51,10 @@ class EDEN(BlockCodec):
         return replace(self, scale="closest")
 
     def fields(self) -> tuple[Field, ...]:
-        meaning = "bfloat16, of each 256 elements: L/16, what the Hadamard transform of their trits is multiplied by"
+        meaning = (
+            "bfloat16, of each 256 elements: L/16, what Sylvester's Hadamard transform of their trits is multiplied "
+            "by, before their signs; NaN in all five: the record is not finite"
+        )
         return (
             Field("scales", "<u2", 5, meaning),
             Field(

@@ -23,8 +23,9 @@ ROTATED = (
 APART = (
     "lets every rank step by itself, and every few steps exchanges the parameters' progress, in three unbiased levels "
     "of rotated elements, so that nothing is kept. Each tensor's steps are made as long as those of one optimizer on "
-    "the mean gradient. Leave β1 and the learning rate as they are. Compare losses at your own size first: it has not "
-    "been tried above 1 million parameters"
+    "the mean gradient. Leave β1 and the learning rate as they are. Measured every 5 steps: 6 % above float32 on "
+    "GPT-2's model, 3 % where queries and keys are normalized, one seed each. Compare losses at your own size first: "
+    "it has not been tried above 1 million parameters"
 )
 KEPT = (
     "lets every rank step by itself, and exchanges the parameters' progress: the largest elements of each chunk, in "

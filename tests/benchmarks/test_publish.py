@@ -147,7 +147,11 @@ def test_pages_say_how_models_ended() -> None:
     rows = cells((ROOT / "docs" / "choose.md").read_text("utf-8"))
     for title, *where in (
         ("DDP's hook, `EDEN()`", ("learn-gpt2-seeds", "eden"), ("learn-kept", "eden")),
-        ("`LocalUpdates` with `EDEN()` every 5 steps", ("learn-gpt2", "local5-eden"), ("learn-kept", "local5-eden")),
+        (
+            "`LocalUpdates` with `EDEN()` every 5 steps",
+            ("learn-gpt2", "local5-eden"),
+            ("learn-kept", "local5-eden"),
+        ),
         (
             "`LocalUpdates` with `ChunkedTopK(k=1024)` and `keep_unsent`, every step",
             ("learn-gpt2-seeds", "kept1-longer"),
@@ -155,7 +159,7 @@ def test_pages_say_how_models_ended() -> None:
         ),
         ("the same every 5 steps", ("learn-gpt2", "kept5-longer"), ("learn-kept", "kept5-longer")),
         (
-            "`QSGD()` every 3 steps, with `lengthen_steps`",
+            "`LocalUpdates` with `QSGD()` every 3 steps",
             ("learn-gpt2", "local3-longer"),
             ("learn-kept", "local3-longer"),
         ),

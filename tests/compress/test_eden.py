@@ -36,15 +36,19 @@ def test_the_error_is_that_of_normal_numbers(kind: str) -> None:
     assert error(TernGrad(), x) > 2 * error(EDEN(), x)
 
 
-@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.98, 1.02), (0.8, 0.9, 1.1), (0.99, 0.0, 0.1)])
-def test_what_one_far_larger_element_of_256_hides(share: float, low: float, high: float) -> None:
-    """How much of the others arrives on average, beside one that has a share of Σx²."""
+@pytest.mark.parametrize(
+    ("count", "share", "low", "high"),
+    [(1, 0.0, 0.98, 1.02), (1, 0.8, 0.9, 1.1), (1, 0.99, 0.0, 0.1), (2, 0.9, 0.2, 0.5), (3, 0.96, 1.9, 2.5)],
+)
+def test_what_few_far_larger_elements_of_256_hide_or_magnify(count: int, share: float, low: float, high: float) -> None:
+    """How much of the others arrives on average, beside some that have a share of Σx²."""
     x = of_kind("normal")[:5120]
     rows = x.view(-1, 256)
-    rows[:, 7] = 0
-    rows[:, 7] = rows.square().sum(1).sqrt() * (share / (1 - share)) ** 0.5
+    large = torch.arange(count) * 31 + 7
+    rows[:, large] = 0
+    rows[:, large] = (rows.square().sum(1).sqrt() * (share / (1 - share) / count) ** 0.5)[:, None]
     mean = sum(decode(EDEN(), encode(EDEN(), x, new_draw(1, step)), len(x)) for step in range(200)) / 200
-    others = torch.arange(5120) % 256 != 7
+    others = ~torch.isin(torch.arange(5120) % 256, large)
     assert low <= float((mean * x)[others].sum() / x[others].square().sum()) <= high
 
 
@@ -56,3 +60,11 @@ def test_a_rotation_changes_no_length_and_undoes_itself() -> None:
     drawn = signs(np.arange(1 << 12, dtype=np.uint16))
     assert np.abs(drawn.mean(0)).max() < 6 / 64
     assert np.abs(drawn.mean((1, 2))).max() < 6 / 1280**0.5
+
+
+def test_scales_whose_sums_overflow_are_counted() -> None:
+    wire = encode(EDEN(), of_kind("normal")[:1280])
+    wire[:10] = torch.tensor([0x7F] * 10, dtype=torch.uint8)
+    workspace = EDEN().workspace(1280)
+    EDEN().decode_add(wire, torch.zeros(1280), 1.0, workspace)
+    assert workspace.status.tolist() == [0, 1]

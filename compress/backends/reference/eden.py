@@ -71,7 +71,9 @@ class EDEN(Kernels):
     def decode_add(self, codec: EDENLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         record = codec.parts(out.numel())[0].view(wire.numpy())
         scale = decoded(record["scales"])
-        workspace.status[1] += int((~np.isfinite(scale)).any(axis=1).sum())
+        with np.errstate(all="ignore"):
+            sound = np.isfinite(scale * F32(LANES)).all(axis=1)
+        workspace.status[1] += int((~sound).sum())
         trits = unpacked(record["trits"], workspace).reshape(-1, 5, LANES)
         with np.errstate(all="ignore"):
             add(out, alpha, hadamard(trits) * signs(record["seed"][:, 0]) * scale[..., None])

@@ -252,7 +252,7 @@ def eden_decode(out: Source, wires: Wires, span: Span, how: How, scratch: int) -
             sound = True
             for row in range(5):
                 scale = scale_at(record, row)
-                sound &= np.isfinite(scale)
+                sound &= np.isfinite(scale * F32(ROW))
                 for i in range(0, 1024, 256):
                     at = total + 1024 * row + i
                     store(at, load_f32(at) + decoded_at(words, hashes, i, row, scale) * factor)
