@@ -3,7 +3,7 @@
 #include "philox.cuh"
 #include "trits.cuh"
 
-constexpr int ROWS = 5, HEAD = 12, RECORD = HEAD + ROW;
+constexpr int ROWS = TRITS, HEAD = 12, RECORD = HEAD + ROW;
 
 // A row's transform: sums and differences of elements 1, 2, 4, … 128 apart.
 template <class V>
@@ -146,17 +146,11 @@ __device__ void eden_decode(const Target<T>& target, const u8* wires, i64 pitch,
             Words words;
 #pragma unroll
             for (int j = 0; j < SLOTS; ++j) {
-                u32 fraction = (packed[j / 4] >> 8 * (j % 4) & 255) * PER_BYTE;
                 int low = 0, high = 0;
-#pragma unroll
-                for (int row = ROWS - 1; row >= 0; --row) {
-                    const int digit = (int)__umulhi(fraction, 3), trit = digit - 3 * (digit >> 1);
-                    fraction *= 3;
-                    if (row < 3)
-                        low = low * (1 << 10) + trit;
-                    else
-                        high = high * (1 << 10) + trit;
-                }
+                each_trit(packed[j / 4] >> 8 * (j % 4) & 255, [&](int row, int trit) {
+                    int& word = row < 3 ? low : high;
+                    word = word * (1 << 10) + trit - 3 * (trit >> 1);
+                });
                 words.low[j] = low, words.high[j] = high;
             }
             words.transform();

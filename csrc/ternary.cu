@@ -7,7 +7,7 @@
 // that a multiprocessor holds so many blocks. Of all pairs that were tried on an H100 these took least.
 constexpr int THREADS = 256, AT_ONCE = 2, RESIDENT = BLACKWELL ? 2 : 3;
 
-constexpr int TRITS = 5, LLOYD_STEPS = 2;
+constexpr int LLOYD_STEPS = 2;
 
 // Writes the trits of a block, and what they leave to the residual; `decide` says which elements are not zero.
 template <class A, class Decide>
@@ -175,13 +175,9 @@ __device__ void ternary_decode(const Target<T>& target, const u8* wires, i64 pit
                     skipped += drop_invalid(words[r][0]) + drop_invalid(words[r][1]);
 #pragma unroll
                     for (int j = 0; j < SLOTS; ++j) {
-                        u32 fraction = (words[r][j / 4] >> 8 * (j % 4) & 255) * PER_BYTE;
-#pragma unroll
-                        for (int row = TRITS - 1; row >= 0; --row) {
-                            const int trit = (int)__umulhi(fraction, 3);
+                        each_trit(words[r][j / 4] >> 8 * (j % 4) & 255, [&](int row, int trit) {
                             sums[row][j] = sums[row][j] + __shfl_sync(EVERYONE, value, trit, 4);
-                            fraction *= 3;
-                        }
+                        });
                     }
                 }
             }

@@ -42,11 +42,6 @@ class TernGradLike(TernaryLike, Protocol):
     def clip(self) -> float: ...
 
 
-class EDENLike(BlockLike, Protocol):
-    @property
-    def scale(self) -> str: ...
-
-
 class CastLike(BlockLike, Protocol):
     @property
     def dtype(self) -> torch.dtype: ...

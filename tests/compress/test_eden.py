@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from gradwire.compress import EDEN, Codec, TernGrad, new_draw
+from gradwire.compress.backends import use_backend
 from gradwire.compress.backends.reference.eden import hadamard, signs
-from strategies import decode, encode
+from strategies import ALL_BACKENDS, decode, device_of, encode
 from torch import Tensor
 
 NUMEL = 51200
@@ -24,7 +25,7 @@ def of_kind(kind: str) -> Tensor:
 
 
 def error(codec: Codec, x: Tensor, step: int = 0) -> float:
-    """What the code leaves of Σx²."""
+    """The share of Σx² that the code leaves."""
     return float((decode(codec, encode(codec, x, new_draw(1, step)), len(x)) - x).square().sum() / x.square().sum())
 
 
@@ -62,9 +63,11 @@ def test_a_rotation_changes_no_length_and_undoes_itself() -> None:
     assert np.abs(drawn.mean((1, 2))).max() < 6 / 1280**0.5
 
 
-def test_scales_whose_sums_overflow_are_counted() -> None:
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_scales_whose_sums_overflow_are_counted(backend: str) -> None:
     wire = encode(EDEN(), of_kind("normal")[:1280])
     wire[:10] = torch.tensor([0x7F] * 10, dtype=torch.uint8)
-    workspace = EDEN().workspace(1280)
-    EDEN().decode_add(wire, torch.zeros(1280), 1.0, workspace)
+    with use_backend(backend):
+        workspace = EDEN().workspace(1280, device_of(backend))
+        EDEN().decode_add(wire.to(device_of(backend)), torch.zeros(1280, device=device_of(backend)), 1.0, workspace)
     assert workspace.status.tolist() == [0, 1]

@@ -386,7 +386,7 @@ def test_groups_can_be_added(rank: int, make: str) -> str:
 
 
 def refused(rank: int, kind: str, options: dict[str, Any]) -> str:
-    """What is said of these options; a learning rate is of the second rank alone."""
+    """The error that these options raise; a learning rate is of the second rank alone."""
     build: Any = {"adam": partial(OneBitAdam, warmup_steps=1), "lion": DistributedLion}[kind]
     given = {"params": [nn.Parameter(torch.ones(3))], **(options if rank == 1 or "lr" not in options else {})}
     with pytest.raises((ValueError, TypeError)) as caught:

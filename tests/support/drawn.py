@@ -272,7 +272,7 @@ class Player:
             self.check_event()
 
     def takes(self, event: Any) -> bool:
-        """Whether this rank has a part in it."""
+        """True if this rank has a part in it."""
         return True
 
     def check_event(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import Kernels, Workspace
-from ..codec_types import EDENLike
+from ..kernels import BlockLike
 from .arithmetic import F32, LANES, add, block_sums, in_blocks, numbers, philox, power_of_two_scale
 from .terngrad import packed, unpacked
 
@@ -43,7 +43,7 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 class EDEN(Kernels):
-    def encode(self, codec: EDENLike, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
+    def encode(self, codec: BlockLike, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         rows = in_blocks(numbers(x), BLOCK).reshape(-1, 5, LANES)
         seeds = np.zeros(len(rows), np.uint16)
         if codec.stochastic:
@@ -68,14 +68,12 @@ class EDEN(Kernels):
         record["seed"][:, 0] = seeds
         record["trits"] = np.where(sound[:, None], packed(trit.reshape(len(rows), -1)), 0)
 
-    def decode_add(self, codec: EDENLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
+    def decode_add(self, codec: BlockLike, wire: Tensor, out: Tensor, alpha: float, workspace: Workspace) -> None:
         record = codec.parts(out.numel())[0].view(wire.numpy())
         scale = decoded(record["scales"])
-        with np.errstate(all="ignore"):
-            sound = np.isfinite(scale * F32(LANES)).all(axis=1)
-        workspace.status[1] += int((~sound).sum())
         trits = unpacked(record["trits"], workspace).reshape(-1, 5, LANES)
         with np.errstate(all="ignore"):
+            workspace.status[1] += int((~np.isfinite(scale * F32(LANES))).any(axis=1).sum())
             add(out, alpha, hadamard(trits) * signs(record["seed"][:, 0]) * scale[..., None])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...codec_types import EDENLike
+from ...kernels import BlockLike
 from ..block_codec import Blocks, Draw, Kernel, _draw
 from ..runtime.blocks import (
     SPARE,
@@ -42,7 +42,6 @@ from ..runtime.simd import (
     inlined,
     iota_u32,
     load_f32,
-    load_u8,
     select,
     splat_i32,
     splat_u8,
@@ -50,9 +49,9 @@ from ..runtime.simd import (
     to_f32,
     to_i32,
     to_u8,
-    to_u16,
     word_of,
 )
+from .terngrad import bytes_of_trits, lowest_trits
 
 #: Elements that are rotated together, those of a record, and a record's bytes before its trits.
 ROW, BLOCK, HEAD = 256, 1280, 12
@@ -79,7 +78,7 @@ def sign_at(hashes: int, i: int, row: int) -> Any:
 
 @inlined
 def four_sums(a: Any, b: Any, c: Any, d: Any) -> tuple[Any, Any, Any, Any]:
-    """What is left of a row's transform when each 64 elements have had theirs."""
+    """A row's transform from those of its four times 64 elements."""
     a, b, c, d = a + b, a - b, c + d, c - d
     return a + c, b + d, a - c, b - d
 
@@ -139,7 +138,7 @@ def scale_at(record: int, row: int) -> Any:
 
 @inlined
 def number_at(words: int, i: int, row: int) -> Any:
-    """What the transform of the words has of a row at byte i: its 10 bits come on top, rounded from those below."""
+    """The numbers of a row in the words' transform, at byte i: their 10 bits come on top, rounded from those below."""
     v = as_i32(load_f32(words + row // 3 * 1024 + i))
     return to_f32((v << 22 - APART * (row % 3)) + (1 << 21) >> 22)
 
@@ -231,15 +230,11 @@ def eden_decode(out: Source, wires: Wires, span: Span, how: How, scratch: int) -
             record = address + r * pitch + b * (HEAD + ROW)
             write_hashes(np.int64(get_u16(record + 10)), hashes)
             for j in range(0, ROW, 64):
-                packed = load_u8(record + HEAD + j)
-                bad = packed >= 243
-                skipped += count_ones(bits_of(bad))
-                rest = to_u16(select(bad, 0, packed))
+                rest, bad = bytes_of_trits(record + HEAD + j)
+                skipped += bad
                 low, high = splat_i32(0), splat_i32(0)
                 for row in range(5):
-                    third = rest * 171 >> 9  # divided by 3
-                    trit = to_u8(rest - third * 3)
-                    rest = third
+                    trit, rest = lowest_trits(rest)
                     signed = to_i32(as_i8(select(trit == 2, 255, trit)))
                     if row > 2:
                         high = high + (signed << APART * (row - 3))
@@ -262,8 +257,8 @@ def eden_decode(out: Source, wires: Wires, span: Span, how: How, scratch: int) -
 
 
 class EDEN(Blocks):
-    def encode_block(self, codec: EDENLike, draw: Tensor | None) -> Kernel:
+    def encode_block(self, codec: BlockLike, draw: Tensor | None) -> Kernel:
         return eden_encode, (_draw(codec, draw),)
 
-    def decode_block(self, codec: EDENLike) -> Kernel:
+    def decode_block(self, codec: BlockLike) -> Kernel:
         return eden_decode, ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from torch import Tensor
 
@@ -37,6 +39,7 @@ from ..runtime.simd import (
     count_ones,
     float_of,
     get_f32,
+    inlined,
     load_f32,
     load_u8,
     select,
@@ -103,6 +106,21 @@ def terngrad_encode(
             copy(residual + 4 * start, e, 4 * n)
 
 
+@inlined
+def bytes_of_trits(address: int) -> tuple[Any, int]:
+    """64 bytes, as 16-bit numbers, with zeros in the place of those that are no five trits, and how many these are."""
+    packed = load_u8(address)
+    bad = packed >= 243
+    return to_u16(select(bad, 0, packed)), count_ones(bits_of(bad))
+
+
+@inlined
+def lowest_trits(numbers: Any) -> tuple[Any, Any]:
+    """The lowest digit of each of 64 numbers, and what the higher ones make."""
+    third = numbers * 171 >> 9  # divided by 3
+    return to_u8(numbers - third * 3), third
+
+
 @compiled
 def ternary_decode(out: Source, wires: Wires, span: Span, how: How, block: int, scratch: int) -> tuple[int, int]:
     kind, target = out
@@ -121,15 +139,11 @@ def ternary_decode(out: Source, wires: Wires, span: Span, how: How, block: int, 
             unsound += not np.isfinite(level)
             plus, minus, zero = times * level, times * -level, times * (ZERO * level)
             for j in range(0, block // 5, 64):
-                packed = load_u8(record + 4 + j)
-                bad = packed >= 243
-                skipped += count_ones(bits_of(bad))
-                rest = to_u16(select(bad, 0, packed))
+                rest, bad = bytes_of_trits(record + 4 + j)
+                skipped += bad
                 chunk = (j >> 8) * 1280 + (j & 255)
                 for i in range(chunk, chunk + 1280, 256):
-                    third = rest * 171 >> 9  # divided by 3
-                    trit = to_u8(rest - third * 3)
-                    rest = third
+                    trit, rest = lowest_trits(rest)
                     v = select(trit == 1, splat_f32(plus), select(trit == 2, splat_f32(minus), zero))
                     store(total + 4 * i, load_f32(total + 4 * i) + v)
         end_sum(kind, total, target, start, n, block, add, scale, scratch + SPARE)

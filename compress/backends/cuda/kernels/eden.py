@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...codec_types import EDENLike
+from ...kernels import BlockLike
 from ..block_codec import Blocks, Numbers
 
 
@@ -13,7 +13,7 @@ class EDEN(Blocks):
     encoder = decoder = "eden"
     draws = True
 
-    def encode_options(self, codec: EDENLike) -> Numbers:
+    def encode_options(self, codec: BlockLike) -> Numbers:
         return (np.int32(codec.block_size),)
 
     decode_options = encode_options
