@@ -157,11 +157,11 @@ learn-kept: {learn} --seeds 1 --learning-rates 8e-3 --arms kept1-longer kept5-lo
     local5-eden
 learn-unbiased: {learn} --learning-rates 8e-3 --arms qsgd8 qsgd4
 learn-batch: {learn} --batch 64 --seeds 1 --learning-rates 8e-3 --arms chunked25 local10-ternary
-*learn-sgd: {learn} --optimizer sgd --steps 500 --learning-rates 0.3 --arms topk4 onebit-outliers chunked25 eden
+*learn-sgd: {learn} --optimizer sgd --steps 500 --learning-rates 0.3 --arms topk4 chunked25 eden
 learn-sgd-long: {learn} --optimizer sgd --steps 4500 --learning-rates 0.3 --arms topk9-split topk7.5-split
 learn-large-sgd: {learn} --task large --optimizer sgd --world 2 --batch 8 --steps 400 --seeds 1 --learning-rates 0.2
     --arms terngrad local10-ternary
-*learn-digits: {learn} --task digits --optimizer sgd --batch 64 --steps 220 --arms chunked25 topk4 onebit-outliers
+*learn-digits: {learn} --task digits --optimizer sgd --batch 64 --steps 220 --arms chunked25 topk4
     onebit dgc-topk1 local2-ternary local10-ternary
 *train-digits: train --task digits --world 2 4
 *train-small: train --task small --readings 8 --timed 4

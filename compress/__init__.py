@@ -36,7 +36,6 @@ CODECS: tuple[Codec, ...] = (
     RandomK(),
     PowerSGD(),
     ChunkedTopK(),
-    Outliers(OneBit()),
     Cast(torch.float16),
     Cast(torch.bfloat16),
     Identity(),

@@ -7,7 +7,7 @@ What every codec promises, and the contract tests hold it to:
 
 - **Size.** `wire_bytes(numel)` depends on `numel` alone. The wire is a sequence of equal records, one for each `block`
   elements (`formats.wire`), so a slice of the gradient that starts at a block is a slice of the wire, and wires laid
-  end to end decode as one. The wire of a sparse codec cannot be sliced, nor that of one around another (`Outliers`).
+  end to end decode as one. The wire of a sparse codec cannot be sliced.
   Parts are exchanged one by one; indices and values are parts, and exchanges that know entries take those one by one
   too (`SparseCodec`).
 - **Canonical bytes.** The same input and draw give the same bytes on every backend and every run. Sums over a block

@@ -10,9 +10,6 @@
 // Where the prediction failed, because fewer than k were found or more than fit, the last two look at every element
 // instead of the candidates: same code, another source. A key is a magnitude as an integer.
 //
-// `apart`: what is selected is left out of what another code is given of x + residual. Then `collect` writes no residual,
-// and that becomes -x where a selected element is finite.
-//
 // `collect` moves 12 bytes an element; the rest is about the candidates, 1.3 k of them: 8 bytes to read their values
 // for the digits, 8 for what `write` counts and places, 8 to write. What leaves the residual lies here and there, each in
 // 32 bytes that memory reads and writes: so it leaves as `collect` writes all, and but 0.3 k return.
@@ -70,8 +67,8 @@ __device__ inline void add_histogram(u32* all, int bins) {
 // ---- candidates
 
 template <class T>
-__device__ void collect(const T* x, float* residual, bool apart, i64 numel, State* state, u32* index, float* value,
-                        int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
+__device__ void collect(const T* x, float* residual, i64 numel, State* state, u32* index, float* value, int capacity,
+                        uint2* tiles, u8* not_finite, u64* counts, int shares) {
     __shared__ u32 warps[WARP];
     __shared__ u32 first;
     u32 *const cleared = state->turns, *const histogram = new_histogram();
@@ -112,7 +109,7 @@ __device__ void collect(const T* x, float* residual, bool apart, i64 numel, Stat
                 ++slot;
             }
         }
-        if (residual != nullptr && !apart) {
+        if (residual != nullptr) {
             // Where a is not finite the residual stays, and which those are is kept: x + residual is a there alone.
             if (any_wild) not_finite[tile * THREADS + threadIdx.x] = (u8)wild;
 #pragma unroll
@@ -134,7 +131,6 @@ template <class T>
 struct Source {
     const T* x;
     float* residual;
-    bool apart;
     i64 numel;
     const u32* index;
     const float* value;
@@ -145,18 +141,13 @@ struct Source {
 
     __device__ float element(i64 i) const {
         if (residual == nullptr) return canonical(to_float(x[i]));
-        const bool wild = apart || (tiles[i / TILE].y >> 31 && not_finite[i / SLOTS] >> i % SLOTS & 1);
+        const bool wild = tiles[i / TILE].y >> 31 && not_finite[i / SLOTS] >> i % SLOTS & 1;
         return wild ? canonical(to_float(x[i]) + residual[i]) : residual[i];
-    }
-
-    // Whether the candidates have left the elements.
-    __device__ bool parted() const {
-        return residual != nullptr && !apart;
     }
 
     // In any order; how many there are.
     __device__ i64 items(u32 found) const {
-        return !dense ? found : numel + (parted() ? min((i64)found, (i64)capacity) : 0);
+        return !dense ? found : numel + (residual == nullptr ? 0 : min((i64)found, (i64)capacity));
     }
 
     // Behind the elements come the candidates that have left them.
@@ -168,7 +159,7 @@ struct Source {
 
     // The candidates of some tiles return.
     __device__ void give_back(i64 first, i64 last) const {
-        for (i64 tile = first; parted() && tile < last; ++tile) {
+        for (i64 tile = first; residual != nullptr && tile < last; ++tile) {
             const i64 begin = tiles[tile].x, end = min(begin + (tiles[tile].y & MAGNITUDE), (i64)capacity);
             for (i64 i = begin + threadIdx.x; i < end; i += THREADS)
                 if (is_finite(value[i])) residual[index[i]] = value[i];
@@ -365,10 +356,8 @@ __device__ void place(const Listed<T>& listed, int begin, int end, const Kth& kt
             indices[at] = where;
             values[at] = v;
         }
-        if (source.residual == nullptr || i >= end || !is_finite(v)) continue;
-        if (source.apart && takes)
-            source.residual[where] = 0.0f - to_float(source.x[where]);
-        else if (!source.apart && takes == source.dense)  // candidates have left the residual, and elements have not
+        // Candidates have left the residual, and elements have not.
+        if (source.residual != nullptr && i < end && takes == source.dense && is_finite(v))
             source.residual[where] = source.dense ? 0.0f : v;
     }
 }
@@ -404,60 +393,60 @@ __device__ void write(const Source<T>& source, State* state, int k, u64* counts,
 
 extern "C" {
 
-__global__ void topk_collect_f32(const float* x, float* residual, int apart, i64 numel, State* state, u32* index,
-                                 float* value, int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
-    collect(x, residual, apart != 0, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
+__global__ void topk_collect_f32(const float* x, float* residual, i64 numel, State* state, u32* index, float* value,
+                                 int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
+    collect(x, residual, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
 }
 
-__global__ void topk_digits_f32(const float* x, float* residual, int apart, i64 numel, State* state, const u32* index,
+__global__ void topk_digits_f32(const float* x, float* residual, i64 numel, State* state, const u32* index,
                                 const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k) {
     const bool dense = failed(state, k, capacity);
-    digits(Source<float>{x, residual, apart != 0, numel, index, value, capacity, tiles, not_finite, dense}, state, k);
+    digits(Source<float>{x, residual, numel, index, value, capacity, tiles, not_finite, dense}, state, k);
 }
 
-__global__ void topk_write_f32(const float* x, float* residual, int apart, i64 numel, State* state, const u32* index,
+__global__ void topk_write_f32(const float* x, float* residual, i64 numel, State* state, const u32* index,
                                const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k,
                                u64* counts, int each, u32* indices, float* values) {
     const bool dense = state->dense != 0;
-    write(Source<float>{x, residual, apart != 0, numel, index, value, capacity, tiles, not_finite, dense}, state, k, counts,
-          each, indices, values);
+    write(Source<float>{x, residual, numel, index, value, capacity, tiles, not_finite, dense}, state, k, counts, each,
+          indices, values);
 }
 
-__global__ void topk_collect_f16(const Half* x, float* residual, int apart, i64 numel, State* state, u32* index,
-                                 float* value, int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
-    collect(x, residual, apart != 0, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
+__global__ void topk_collect_f16(const Half* x, float* residual, i64 numel, State* state, u32* index, float* value,
+                                 int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
+    collect(x, residual, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
 }
 
-__global__ void topk_digits_f16(const Half* x, float* residual, int apart, i64 numel, State* state, const u32* index,
+__global__ void topk_digits_f16(const Half* x, float* residual, i64 numel, State* state, const u32* index,
                                 const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k) {
     const bool dense = failed(state, k, capacity);
-    digits(Source<Half>{x, residual, apart != 0, numel, index, value, capacity, tiles, not_finite, dense}, state, k);
+    digits(Source<Half>{x, residual, numel, index, value, capacity, tiles, not_finite, dense}, state, k);
 }
 
-__global__ void topk_write_f16(const Half* x, float* residual, int apart, i64 numel, State* state, const u32* index,
+__global__ void topk_write_f16(const Half* x, float* residual, i64 numel, State* state, const u32* index,
                                const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k,
                                u64* counts, int each, u32* indices, float* values) {
     const bool dense = state->dense != 0;
-    write(Source<Half>{x, residual, apart != 0, numel, index, value, capacity, tiles, not_finite, dense}, state, k, counts,
-          each, indices, values);
+    write(Source<Half>{x, residual, numel, index, value, capacity, tiles, not_finite, dense}, state, k, counts, each,
+          indices, values);
 }
 
-__global__ void topk_collect_bf16(const Bfloat* x, float* residual, int apart, i64 numel, State* state, u32* index,
-                                  float* value, int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
-    collect(x, residual, apart != 0, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
+__global__ void topk_collect_bf16(const Bfloat* x, float* residual, i64 numel, State* state, u32* index, float* value,
+                                  int capacity, uint2* tiles, u8* not_finite, u64* counts, int shares) {
+    collect(x, residual, numel, state, index, value, capacity, tiles, not_finite, counts, shares);
 }
 
-__global__ void topk_digits_bf16(const Bfloat* x, float* residual, int apart, i64 numel, State* state, const u32* index,
+__global__ void topk_digits_bf16(const Bfloat* x, float* residual, i64 numel, State* state, const u32* index,
                                  const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k) {
     const bool dense = failed(state, k, capacity);
-    digits(Source<Bfloat>{x, residual, apart != 0, numel, index, value, capacity, tiles, not_finite, dense}, state, k);
+    digits(Source<Bfloat>{x, residual, numel, index, value, capacity, tiles, not_finite, dense}, state, k);
 }
 
-__global__ void topk_write_bf16(const Bfloat* x, float* residual, int apart, i64 numel, State* state, const u32* index,
+__global__ void topk_write_bf16(const Bfloat* x, float* residual, i64 numel, State* state, const u32* index,
                                 const float* value, int capacity, const uint2* tiles, const u8* not_finite, int k,
                                 u64* counts, int each, u32* indices, float* values) {
     const bool dense = state->dense != 0;
-    write(Source<Bfloat>{x, residual, apart != 0, numel, index, value, capacity, tiles, not_finite, dense}, state, k, counts,
-          each, indices, values);
+    write(Source<Bfloat>{x, residual, numel, index, value, capacity, tiles, not_finite, dense}, state, k, counts, each,
+          indices, values);
 }
 }

@@ -1,6 +1,6 @@
 """Hybrid-sharded training with compressed gradients between nodes: a small classifier learns what another one says.
 
-    torchrun --nproc-per-node 4 examples/fsdp.py --codec onebit
+    torchrun --nproc-per-node 4 examples/fsdp.py --codec eden
 
 Two "nodes" of two ranks each: a node's ranks share the model, and nodes hold replicas. Without `compress_fsdp` and with
 `mesh` in the place of `mesh["shard"]` this is PyTorch's own HSDP.
@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from gradwire import OneBit, Outliers, TopK, compress_fsdp
+from gradwire import EDEN, TopK, compress_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-CODECS = {"onebit": Outliers(OneBit()), "topk": TopK(density=0.05)}
+CODECS = {"eden": EDEN(), "topk": TopK(density=0.05)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--codec", choices=CODECS, default="onebit")
+    parser.add_argument("--codec", choices=CODECS, default="eden")
     parser.add_argument("--exchange", choices=["auto", "gather", "two_pass", "split"], default="auto")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()

@@ -17,7 +17,6 @@ from ...compress import (
     Codec,
     Identity,
     OneBit,
-    Outliers,
     PowerSGD,
     RandomK,
     Ternary,
@@ -70,11 +69,6 @@ FAMILIES: dict[str, tuple[Codec, ...]] = {
         ChunkedTopK(k=37, chunk=512, values=torch.int8),
         ChunkedTopK(k=256, chunk=256, values=torch.float32),
         ChunkedTopK(k=1, chunk=768, values=torch.bfloat16),
-    ),
-    "Outliers": (
-        Outliers(OneBit()),
-        Outliers(QSGD(bits=3), density=0.05),
-        Outliers(Ternary(), density=0.3, values=torch.int8),
     ),
     "Cast": (Cast(torch.float16), Cast(torch.bfloat16), Identity()),
 }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compress import EDEN, QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK, new_draw
+from ...compress import EDEN, QSGD, Cast, ChunkedTopK, Codec, OneBit, Ternary, TernGrad, TopK, new_draw
 from ..codec.baselines import torch_chain
 from ..common import report
 from ..common.arms import label
@@ -31,7 +31,6 @@ CODECS: tuple[Codec, ...] = (
     TopK(0.001),
     ChunkedTopK(),
     ChunkedTopK(k=1024),
-    Outliers(OneBit()),
     Cast(torch.float16),
 )
 #: A bucket of DDP's default size, in float32 elements: what the host's time is measured on.

@@ -14,16 +14,6 @@ def used_places(indices: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(used, indices, slots), used
 
 
-def finite_places(row: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of a row of plain entries (int32 [1 + k], float32 [k]) its place, int64, and whether it is finite, bool.
-    Entries that are not used repeat the last one; without any they are the first element, which does not count."""
-    used, count = torch.arange(len(values), device=row.device) < row[:1], row[:1].long()
-    finite = values.isfinite()
-    at = torch.where(used, row[1:], row.gather(0, count)).long()
-    taken = torch.where(used, finite, finite.gather(0, (count - 1).clamp_(min=0)))
-    return at, taken & (count > 0)
-
-
 def is_among(indices: Tensor, ascending: Tensor) -> Tensor:
     """Which of the indices are in a list, bool."""
     if len(ascending) == 0:

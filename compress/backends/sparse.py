@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ..formats.entries import index_bytes, value_bytes
 from .kernels import CodecLike, Kernels, Workspace, divide, parts_of
-from .memory import ScratchPool
 from .partition import Dealer, Partition
-from .places import add_at, finite_places, sound_places, used_places
+from .places import add_at, sound_places, used_places
 from .union import Union
 
 
@@ -238,23 +237,6 @@ class SparseKernels(Kernels[S]):
     ) -> None:
         """Select, and write the entries to `row` and `values`, zero behind them. What is selected leaves the residual,
         where it is finite."""
-
-    def withhold(
-        self,
-        codec: S,
-        grad: Tensor,
-        residual: Tensor,
-        row: Tensor,
-        values: Tensor,
-        scratch: ScratchPool,
-        workspace: Workspace,
-    ) -> None:
-        """Select from grad + residual as `encode_raw` does, and let that be zero where what is selected is finite: the
-        residual is -grad there, and stays elsewhere."""
-        with scratch.open(len(grad), grad.device) as total:
-            self.encode_raw(codec, torch.add(grad, residual, out=total), None, row, values, None, workspace)
-        at, taken = finite_places(row, values)
-        residual.index_copy_(0, at, torch.where(taken, -grad.index_select(0, at), residual.index_select(0, at)))
 
     def encode(self, codec: S, x: Tensor, wire: Tensor, draw: Tensor | None, workspace: Workspace) -> None:
         self.encode_from(codec, x, None, wire, draw, workspace)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compress.codecs.outliers import codec_of_today
 from ...compress.feedback.base import RESIDUAL
 from ...compress.feedback.store import FeedbackStore
 from ..comm.pieces import all_reduce
@@ -221,7 +222,9 @@ def idle_names(excluded: Iterable[str], sparse: Iterable[str] = ()) -> dict[str,
 
 
 def _upgraded(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A checkpoint of any format in today's."""
+    """A checkpoint of any format in today's, its codec too."""
+    if isinstance(saved.get("codec"), str):
+        saved = {**saved, "codec": codec_of_today(saved["codec"])}
     if saved.get("format") != 1 or not {"rank", "world_size", "residuals"} <= saved.keys():
         return saved
     rest = {key: value for key, value in saved.items() if key not in ("rank", "world_size")}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
+from ...compress.codecs.outliers import codec_of_today
 from ..comm.between_steps import between_steps
 from ..core.options import excluded_names, named_by
 from ..core.statistics import Statistics
@@ -162,6 +163,6 @@ class GroupedState:
         share = {**saved, "residuals": mine(saved.get("residuals", {}))}
         vectors = {kind: mine(by_key) for kind, by_key in saved.get("vectors", {}).items()}
         share["vectors"] = {kind: found for kind, found in vectors.items() if any(found.values())}
-        if saved.get("codec") == self._codecs:
+        if codec_of_today(str(saved.get("codec"))) == self._codecs:
             share["codec"] = self.parts[number].codec_text
         return share

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compress import EDEN, QSGD, ChunkedTopK, OneBit, Outliers, Ternary, TernGrad, TopK
+from ...compress import EDEN, QSGD, ChunkedTopK, OneBit, Ternary, TernGrad, TopK
 from ...compress.codec import Codec
+from ...compress.codecs.outliers import Outliers, codec_of_today
 from ...compress.feedback.base import Feedback
 from ...compress.feedback.residual import RESIDUAL_DTYPES, Residual
 from ..auto.planner import check_exchange
@@ -133,7 +134,7 @@ class CodecCompression:
             same += [replace(self.strategy, dtype=dtype) for dtype in RESIDUAL_DTYPES]
             if self.strategy.decay == 1.0 and self.strategy.only_residual:
                 same += ["auto", True]
-        text = text.replace(", entropy_coding=True)", ")")  # nothing that is kept depends on it
+        text = codec_of_today(text).replace(", entropy_coding=True)", ")")  # nothing that is kept depends on it
         others = (replace(self, error_feedback=each, entropy_coding=False) for each in same)
         return any(repr(other) == text and other.feedback == self.feedback for other in others)
 
@@ -141,8 +142,8 @@ class CodecCompression:
 class Compression:
     """Values of `compression=`: one of these, any codec of `gradwire.compress`, or your own `Compressor`.
 
-    `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.eden()`, `.terngrad()`,
-    `.chunked_topk(k=64)` and `.outliers(OneBit())` are codecs with their arguments;
+    `Compression.topk(density=0.01)`, `.onebit()`, `.ternary()`, `.qsgd(bits=4)`, `.eden()`, `.terngrad()`
+    and `.chunked_topk(k=64)` are codecs with their arguments;
     `Compression.codec(codec, error_feedback=…, exchange=…, seed=…, …)` also says how it is used.
     """
 
@@ -156,7 +157,7 @@ class Compression:
     eden = EDEN
     terngrad = TernGrad
     ternary = Ternary
-    outliers = Outliers
+    outliers = staticmethod(Outliers)  # a former codec
     codec = CodecCompression
 
 

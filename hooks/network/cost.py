@@ -25,8 +25,6 @@ HIERARCHICAL = "hierarchical"
 GLOO_COLLECTIVES = 2
 #: More than any step has.
 UNLIMITED = 1 << 30
-#: Bytes: Gloo's all-reduce sends pieces of at most this size round a ring, two in flight at once (gloo/allreduce.cc).
-GLOO_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...compress import EDEN, QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Ternary, TernGrad, TopK
+from ...compress import EDEN, QSGD, Cast, ChunkedTopK, Codec, OneBit, Ternary, TernGrad, TopK
 from ...compress.feedback.base import betas_of
 from ..comm.untraced import untraced
 from .recommend import LESS_MOMENTUM, MOST_MOMENTUM, is_adaptive, orthogonalises, ratio_of, recommend, written
@@ -25,7 +25,7 @@ def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool
 
     See docs/tables-learning.md.
     """
-    name, inner = type(optimizer).__name__, codec.inner if isinstance(codec, Outliers) else codec
+    name = type(optimizer).__name__
     if feedback and orthogonalises(optimizer) and not isinstance(codec, Cast | QSGD):
         return (
             f"{codec} with {name}: it gives every direction of a gradient the same size, and errors of compression "
@@ -33,14 +33,14 @@ def known_problem(optimizer: torch.optim.Optimizer, codec: Codec, feedback: bool
         )
     if feedback and isinstance(codec, TopK | ChunkedTopK):
         return _too_much_momentum(optimizer, codec)
-    if not feedback or not isinstance(inner, OneBit | Ternary | TernGrad | EDEN):
+    if not feedback or not isinstance(codec, OneBit | Ternary | TernGrad | EDEN):
         return None
     if is_adaptive(optimizer):
         return (
             f"{codec} with {name}: every element gets an error of its block's size, which swells the second moment "
             f"where gradients are small, and the model ends worse. {_instead(optimizer, codec)}"
         )
-    if inner is codec and isinstance(inner, OneBit):
+    if isinstance(codec, OneBit):
         return (
             f"{codec} with {name}: at a learning rate found for float32 it may diverge, as outliers are cut and arrive "
             f"late. {_instead(optimizer, codec)}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compress import EDEN, QSGD, Cast, ChunkedTopK, Codec, OneBit, Outliers, Residual, TopK
+from ...compress import EDEN, QSGD, Cast, ChunkedTopK, Codec, Residual, TopK
 from ...compress.codecs.chunked_topk import MOST_ENTRIES
 from ...compress.feedback.base import Feedback
 
@@ -36,11 +36,6 @@ KEPT = (
     "closer with the same codec in a CompressState and a β1 of 0.5. Compare losses at your own size first: it has not "
     "been tried above 1 million parameters"
 )
-OUTLIERS = (
-    "sends the largest elements exactly and the signs of the others, and keeps the rest in a residual. Under SGD the "
-    "outliers decide, and a small model has ended as close to float32 with it as with any codec this small. On a "
-    "larger one, where it has not been tried, TernGrad() reached float32's loss"
-)
 MUON = (
     "lets every rank step by itself, and every few steps exchanges the parameters' progress. Muon gives every "
     "direction of an update the same size, errors of compressed gradients too, which have made a small model's loss a "
@@ -51,8 +46,10 @@ MUON = (
 #: Ending of the reason for ratios beyond these.
 UNTRIED = ". So few bytes have not been tried"
 SPARSE = (
-    "sends the largest elements in 8 bits each, and keeps the rest in a residual, which arrives late: expect a worse "
-    "model after a short run, and tune the learning rate again"
+    "sends the largest elements in 8 bits each, and keeps the rest in a residual, which arrives late. Under SGD these "
+    "elements decide, and a small model has ended as close to float32 with it as with any code this small. With far "
+    "fewer bytes expect a worse model after a short run, and tune the learning rate again. On a larger model, where it "
+    "has not been tried, TernGrad() reached float32's loss"
 )
 #: β1 of Adam and its kin beside a residual that keeps most of a gradient back, and the largest beside which it does
 #: not show.
@@ -151,8 +148,6 @@ def recommend(
             return Recommendation(EDEN(), False, every * ratio_of(EDEN()), APART, every, rounds=rounds)
         return _rounds(times, STEPS_APART, MOST_TIMES_ADAM, KEPT, keep_unsent=True, lengthen_steps=True)
     other = "" if name.lower() == "sgd" else f". Nothing has been measured with {name}: this is the advice for SGD"
-    if times <= ratio_of(Outliers(OneBit())):
-        return _recommendation(Outliers(OneBit()), Residual(), OUTLIERS + other)
     return _recommendation(_top(times), Residual(), SPARSE + other)
 
 

@@ -30,6 +30,7 @@ from gradwire import (
     TopK,
     Tracking,
 )
+from gradwire.compress.codecs.outliers import INSTEAD
 from lacking import needs_hook, needs_reduce_scatter
 from ranks import Ranks, on_ranks, without_address
 from torch import Tensor, nn
@@ -155,6 +156,44 @@ def test_checkpoints_of_version_0_1_load(rank: int) -> None:
     with pytest.raises(ValueError, match="rank 5 of 8"):
         fresh.load_state_dict({**old, "rank": 5, "world_size": 8})
     assert ledger.error(fresh) < 1e-5
+
+
+def as_in_0_2(saved: Any) -> Any:
+    """A checkpoint of `INSTEAD`, as one of the codec that was in its place."""
+    if isinstance(saved, dict):
+        return {key: as_in_0_2(value) for key, value in saved.items()}
+    gone = "Outliers(inner=OneBit(block=1024, scale='sided'), density=0.01, values=torch.float32)"
+    return saved.replace(str(INSTEAD), gone) if isinstance(saved, str) else saved
+
+
+TWO_CODECS = {"0.*": OneBit(), "*": INSTEAD}
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        *((name, INSTEAD) for name in ("ddp", "local", "adam", "horovod")),
+        pytest.param("replicas", TWO_CODECS, marks=needs_hook),
+        pytest.param("shards", INSTEAD, marks=needs_reduce_scatter),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_a_codec_that_is_gone_hands_its_residuals_on(rank: int, name: str, codec: Any) -> None:
+    front = FRONTS[name](perceptron(), codec)
+    for step in range(3):
+        front.step(batch(rank, step, front.model))
+    saved = front.state.state_dict()
+    front.close()
+    former, fresh = as_in_0_2(saved), FRONTS[name](perceptron(), codec)
+    assert "Outliers" in str(former)
+    fresh.state.load_state_dict(former)
+    was, now = (
+        [getattr(x, "to_local", x.detach)() for x in leaves(each)] for each in (saved, fresh.state.state_dict())
+    )
+    assert digest(was) == digest(now)
+    fresh.step(batch(rank, 3, fresh.model))
+    fresh.close()
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------

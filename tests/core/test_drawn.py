@@ -40,7 +40,6 @@ from gradwire import (
     Lead,
     Momentum,
     OneBit,
-    Outliers,
     PowerSGD,
     Residual,
     Ternary,
@@ -60,8 +59,7 @@ CODECS: tuple[Codec, ...] = (
     OneBit(), OneBit(block=256), OneBit(block=256, scale="symmetric"),
     QSGD(), QSGD(bits=2, block=256), QSGD(bits=8, rounding="nearest"), TernGrad(), TernGrad(rounding="nearest"),
     Ternary(), EDEN(), EDEN(scale="closest"),
-    ChunkedTopK(), ChunkedTopK(k=20, chunk=256, values=torch.int8), Outliers(OneBit(block=256), 0.05),
-    Outliers(QSGD(), 0.1, values=torch.int8), PowerSGD(rank=1), PowerSGD(rank=2),
+    ChunkedTopK(), ChunkedTopK(k=20, chunk=256, values=torch.int8), PowerSGD(rank=1), PowerSGD(rank=2),
     Cast(torch.float16), Cast(torch.bfloat16), Identity(),
 )  # fmt: skip
 SPARSE = tuple(codec for codec in CODECS if codec.block_size is None)

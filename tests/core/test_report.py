@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from fronts import FRONTS, marked
-from gradwire import Cast, Codec, CompressState, Identity, OneBit, Outliers, TopK, compress_hook
+from gradwire import Cast, Codec, CompressState, Identity, OneBit, TopK, compress_hook
 from gradwire.hooks.auto.planner import HALF_PRECISION, Choice, Plan
 from gradwire.hooks.auto.trial import Trial
 from gradwire.hooks.core import report
@@ -115,7 +115,7 @@ def test_another_line_says_something_else(steps: list[tuple[Plan, int]]) -> None
     [
         (TopK(density=0.01), "TopK(density=0.01)"),
         (TopK(density=0.02, values=torch.bfloat16), "TopK(density=0.02, values=torch.bfloat16)"),
-        (Outliers(OneBit(block=256)), "Outliers(inner=OneBit(block=256))"),
+        (OneBit(block=256), "OneBit(block=256)"),
         (Identity(), "Identity()"),
     ],
     ids=str,

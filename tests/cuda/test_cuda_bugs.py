@@ -17,7 +17,6 @@ from gradwire.compress import (
     ChunkedTopK,
     Codec,
     OneBit,
-    Outliers,
     TernGrad,
     TopK,
 )
@@ -196,22 +195,6 @@ BUGS = (
         "source.residual[where] = 0.0f;",
         TopK(),
         DIFFERS,
-    ),
-    Bug(
-        "an outlier that the inner code is given too",
-        "topk.cu",
-        "source.residual[where] = 0.0f - to_float(source.x[where]);",
-        "{}",
-        Outliers(OneBit()),
-        DIFFERS,
-    ),
-    Bug(
-        "a second look at what is not the sum yet",
-        "topk.cu",
-        "apart || (tiles[i / TILE].y",
-        "(tiles[i / TILE].y",
-        Outliers(OneBit()),
-        f"race|{DIFFERS}",
     ),
     Bug(
         "a highest digit counted twice in the second look",

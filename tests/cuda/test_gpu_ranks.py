@@ -25,7 +25,6 @@ from gradwire import (
     LocalUpdates,
     Momentum,
     OneBit,
-    Outliers,
     PowerSGD,
     RandomK,
     Residual,
@@ -53,13 +52,13 @@ Say = Callable[[str], None]
 CODECS: tuple[Codec, ...] = (
     OneBit(), QSGD(bits=4), TernGrad(), Ternary(), EDEN(),
     TopK(0.05), TopK(0.05, values=torch.int8), Threshold(1e-3, most=0.2),
-    RandomK(0.1), PowerSGD(rank=2), ChunkedTopK(k=16, chunk=1024), Outliers(OneBit()), Cast(torch.float16), Identity(),
+    RandomK(0.1), PowerSGD(rank=2), ChunkedTopK(k=16, chunk=1024), Cast(torch.float16), Identity(),
 )  # fmt: skip
 #: Each file of kernels and each way of exchanging once: first, in case time runs out.
 FIRST: list[tuple[Codec, str]] = [
     (OneBit(), "two_pass"), (TopK(0.05), "split"), (QSGD(bits=4), "gather"), (TopK(0.05), "union"),
     (TopK(0.05), "mask"),
-    (ChunkedTopK(k=16, chunk=1024), "gather"), (PowerSGD(rank=2), "factors"), (Outliers(OneBit()), "gather"),
+    (ChunkedTopK(k=16, chunk=1024), "gather"), (PowerSGD(rank=2), "factors"),
     (Ternary(), "two_pass"), (EDEN(), "two_pass"),
 ]  # fmt: skip
 HIERARCHICAL = [(codec, "hierarchical") for codec in (OneBit(), TopK(0.05)) if RANKS % 4 == 0]

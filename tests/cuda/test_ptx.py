@@ -25,7 +25,6 @@ from gradwire.compress import (
     ChunkedTopK,
     Codec,
     OneBit,
-    Outliers,
     RandomK,
     TernGrad,
     Threshold,
@@ -121,7 +120,6 @@ MOST: dict[Codec, list[list[float]]] = {
     TernGrad(block=1280): [[1, 12.8, 59], [1, 5.7, 70]],
     TopK(): [[4, 13.6, 67], [2, 6.4, 59]],
     TopK(0.001): [[4, 12.8, 62], [2, 4.4, 51]],
-    Outliers(OneBit()): [[6, 21.9, 91]],  # whose sums are torch's
 }
 
 
@@ -166,4 +164,4 @@ def test_no_byte_is_moved_twice(codec: Codec, monkeypatch: pytest.MonkeyPatch) -
         found.append([len(device.launches), *moved_and_issued()])
     found = [[launches, moved / numel, issued / numel] for launches, moved, issued in found]
     print(codec, found)
-    assert (np.array(found[: len(MOST[codec])]) <= np.array(MOST[codec])).all()
+    assert (np.array(found) <= np.array(MOST[codec])).all()

@@ -29,13 +29,13 @@ from fsdp_drawn import (
     verdict,
 )
 from gradwire import (
+    EDEN,
     QSGD,
     ChunkedTopK,
     Identity,
     Lead,
     Momentum,
     OneBit,
-    Outliers,
     PowerSGD,
     Residual,
     Ternary,
@@ -68,7 +68,7 @@ def test_identity_is_hsdp_to_the_bit(ranks: Ranks, mesh: tuple[int, int], inline
 
 @pytest.mark.parametrize("inline", [False, True])
 def test_what_nobody_uses_keeps_what_it_is_owed(ranks: Ranks, inline: bool) -> None:
-    for codec in (OneBit(), Outliers(Ternary(), 0.05)):  # which decode zeros as something else
+    for codec in (OneBit(), EDEN()):  # which decode zeros as something else
         assert not verdict(ranks, Sharded((2, 2), codec, inline=inline), ("step", "raise", "hold", "step", "step"))
 
 
@@ -364,7 +364,7 @@ def test_what_is_divided_after_the_hook() -> None:
 # -- drawn -------------------------------------------------------------------------------------------------------------
 
 CODECS = [
-    OneBit(), TopK(0.1), QSGD(rounding="nearest"), Outliers(Ternary(), 0.05), ChunkedTopK(k=16, chunk=256), Identity(),
+    OneBit(), TopK(0.1), QSGD(rounding="nearest"), Ternary(), ChunkedTopK(k=16, chunk=256), Identity(),
     PowerSGD(rank=1),
 ]  # fmt: skip
 

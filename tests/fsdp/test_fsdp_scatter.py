@@ -22,7 +22,6 @@ from gradwire import (
     Lead,
     Momentum,
     OneBit,
-    Outliers,
     Residual,
     Ternary,
     TernGrad,
@@ -58,7 +57,7 @@ def test_identity_is_fsdps_own_reduce_scatter(ranks: Ranks, size: int) -> None:
 def test_what_nobody_uses_and_what_raises_is_owed(ranks: Ranks) -> None:
     events = ("step", "raise", "step", "save", "raise", "step", "step")
     assert not verdict(ranks, between_shards(4, OneBit()), events)
-    divided = between_shards(2, Outliers(Ternary(), 0.05), exclude=True, divide="forced")
+    divided = between_shards(2, Ternary(), exclude=True, divide="forced")
     assert not verdict(ranks, divided, (*events, "divide", "step", "save", "step"))
 
 
@@ -71,7 +70,7 @@ def setups(draw: st.DrawFn) -> Sharded:
         (TopK(0.1, values=dtype), "mask") for dtype in (torch.float32, torch.bfloat16, torch.int8)
     ]
     masked.append((Identity(), "blocks"))
-    others = [OneBit(), TopK(0.1), QSGD(rounding="nearest"), Outliers(Ternary(), 0.05), TernGrad(), EDEN()]
+    others = [OneBit(), TopK(0.1), QSGD(rounding="nearest"), Ternary(), TernGrad(), EDEN()]
     codec, exchange = draw(st.sampled_from([*masked, *((codec, "auto") for codec in others)]))
     unbiased = not codec.default_feedback
     return between_shards(

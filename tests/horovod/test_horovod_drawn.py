@@ -21,7 +21,6 @@ from gradwire import (
     Codec,
     Identity,
     OneBit,
-    Outliers,
     PowerSGD,
     Residual,
     Ternary,
@@ -48,7 +47,7 @@ from test_horovod_operations import horovod_ranks
 CODECS: tuple[Codec | None, ...] = (
     TopK(0.1), TopK(0.01), TopK(0.5), TopK(0.2, values=torch.bfloat16), TopK(0.2, values=torch.int8),
     OneBit(), OneBit(block=256, scale="symmetric"), QSGD(), QSGD(bits=2, block=256), QSGD(rounding="nearest"),
-    TernGrad(), Ternary(), ChunkedTopK(k=20, chunk=256), Outliers(OneBit(block=256), 0.05), Cast(torch.bfloat16),
+    TernGrad(), Ternary(), ChunkedTopK(k=20, chunk=256), Cast(torch.bfloat16),
     PowerSGD(rank=2), Identity(), None,
 )  # fmt: skip
 #: Pools that have played before.

@@ -23,7 +23,6 @@ from gradwire import (
     Momentum,
     OneBit,
     OuterSGD,
-    Outliers,
     PowerSGD,
     Residual,
     Rounds,
@@ -59,7 +58,7 @@ from training import (
 )
 
 KEEPING = [
-    OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Outliers(Ternary(), 0.05),
+    OneBit(), QSGD(rounding="nearest"), TernGrad(rounding="nearest"), TopK(0.05), Ternary(),
     ChunkedTopK(k=16, chunk=256), PowerSGD(rank=1), Cast(torch.bfloat16),
 ]  # fmt: skip
 

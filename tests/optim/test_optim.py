@@ -21,7 +21,6 @@ from gradwire import (
     Identity,
     LocalUpdates,
     OneBit,
-    Outliers,
     Ternary,
     TopK,
     Tracking,
@@ -224,7 +223,7 @@ def momenta(rank: int, codec: Any, exchange: Any) -> Any:
     return digests, worst, kept
 
 
-KEEPING = [OneBit(), QSGD(), Ternary(), TopK(0.05), Outliers(OneBit(), 0.05), ChunkedTopK(k=16, chunk=256)]
+KEEPING = [OneBit(), QSGD(), Ternary(), TopK(0.05), ChunkedTopK(k=16, chunk=256)]
 
 
 @pytest.mark.parametrize(

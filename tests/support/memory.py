@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from gradwire import CompressState, compress_hook
-from gradwire.compress import QSGD, Codec, Feedback, Identity, OneBit, Outliers, PowerSGD, Residual, TopK
+from gradwire.compress import QSGD, Codec, Feedback, Identity, OneBit, PowerSGD, Residual, TopK
 from ranks import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +28,7 @@ CASES: tuple[Case, ...] = (
     (OneBit(), "gather", None), (OneBit(), "two_pass", None), (OneBit(), "two_pass", INT8),
     (QSGD(bits=4), "two_pass", None), (TopK(0.01), "gather", None), (TopK(0.01), "gather", INT8),
     (TopK(0.01), "split", None), (TopK(0.01), "union", None), (TopK(0.01), "mask", None),
-    (PowerSGD(rank=4), "factors", None), (Outliers(OneBit()), "gather", None), (Identity(), "blocks", None),
+    (PowerSGD(rank=4), "factors", None), (Identity(), "blocks", None),
     (OneBit(), "hierarchical", None),
 )  # fmt: skip
 #: Of a layer, and ranks on a node. With layers of less, what a process takes whatever its model weighs more.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gradwire import CODECS, Codec, Outliers, PowerSGD
+from gradwire import CODECS, Codec, PowerSGD
 from gradwire.benchmarks.gpu.page import checks, kernels
 from gradwire.compress import SparseCodec
 from gradwire.compress.formats.entries import index_layout
@@ -55,7 +55,6 @@ def unit(codec: Codec, part: Part) -> str:
     """What a part has one record for."""
     if part.records == 1:
         return "gradient"
-    codec = codec.inner if isinstance(codec, Outliers) else codec
     if codec.block_size is None or part.records != math.ceil(NUMEL / codec.block_size):
         raise ValueError(f"{codec}: the page has no word for the {part.records} records of {part.name!r}")
     return "element" if codec.block_size == 1 else f"{codec.block_size} elements"
@@ -66,7 +65,7 @@ def count(codec: Codec, field: Field, larger: Field) -> str:
     if field.count == larger.count:
         return str(field.count)
     lengths = (field.count, larger.count)
-    if isinstance(codec, SparseCodec | Outliers):
+    if isinstance(codec, SparseCodec):
         ks = codec.k(NUMEL), codec.k(2 * NUMEL)
         layouts = index_layout(NUMEL, ks[0]), index_layout(2 * NUMEL, ks[1])
         if lengths == ks:

@@ -15,7 +15,6 @@ from gradwire.compress import (
     ChunkedTopK,
     Codec,
     OneBit,
-    Outliers,
     Ternary,
     TernGrad,
     TopK,
@@ -50,8 +49,6 @@ VARIANTS: tuple[Codec, ...] = (
     ChunkedTopK(k=37, chunk=512, values=torch.int8),
     ChunkedTopK(k=256, chunk=256, values=torch.float32),
     ChunkedTopK(k=1, chunk=768, values=torch.bfloat16),
-    Outliers(QSGD(bits=3), density=0.05),
-    Outliers(Ternary(), density=0.3, values=torch.int8),
 )
 
 #: What arithmetic may trip over.
@@ -168,10 +165,9 @@ def hostile_wires(codec: Codec, numel: int, ranks: int, seed: int) -> Tensor:
     size = codec.wire_bytes(numel)
     rows = torch.from_numpy(rng.integers(0, 256, (ranks, size + 4 * rng.integers(0, 3)), dtype=np.uint8))[:, :size]
     workspace = codec.workspace(numel)
-    sparse = codec.selection if isinstance(codec, Outliers) else codec
     for rank, row in enumerate(rows):
         fate = rng.integers(0, 6)
-        if fate in (0, 1, 4) or (fate == 2 and isinstance(sparse, TopK)):
+        if fate in (0, 1, 4) or (fate == 2 and isinstance(codec, TopK)):
             wire = torch.empty(size, dtype=torch.uint8)
             codec.encode(gradient("normal", numel, seed + rank), wire, new_draw(seed, 0, rank), workspace)
             row.copy_(wire)
@@ -182,10 +178,10 @@ def hostile_wires(codec: Codec, numel: int, ranks: int, seed: int) -> Tensor:
             words[rng.integers(0, len(words), 5)] = rng.choice([*BORDERS, numel - 1, numel, numel + 1])
         if fate == 5:
             row.fill_(int(rng.choice([0, 1, 0x7F, 0x80, 0xFF])))
-        if fate == 2 and isinstance(sparse, TopK):
-            k = sparse.k(numel)
+        if fate == 2 and isinstance(codec, TopK):
+            k = codec.k(numel)
             words = row[: codec.part_bytes(numel)[0]].numpy().view(np.uint32)
-            if sparse.indices == "plain":
+            if codec.indices == "plain":
                 words[0] = rng.integers(0, 2 * k + 2)
                 words[1:] = rng.integers(0, 2 * numel + 1, k)
                 if rng.integers(0, 2):

@@ -12,7 +12,6 @@ from torch import Tensor
 from ....formats.entries import index_layout
 from ... import Workspace, kernel_cache
 from ...kernels import parts_of
-from ...memory import ScratchPool
 from ...sparse import S, SparseKernels, whole_rows
 from ..block_codec import ReadyLaunch
 from ..entries import Entries, groups_of
@@ -70,45 +69,22 @@ class TopK(SparseKernels[S]):
         draw: Tensor | None,
         workspace: Workspace,
     ) -> None:
-        self._select(codec, x, residual, False, (row, values), workspace)
-
-    def withhold(
-        self,
-        codec: S,
-        grad: Tensor,
-        residual: Tensor,
-        row: Tensor,
-        values: Tensor,
-        scratch: ScratchPool,
-        workspace: Workspace,
-    ) -> None:
-        self._select(codec, grad, residual, True, (row, values), workspace)
-
-    def _select(
-        self,
-        codec: S,
-        x: Tensor,
-        residual: Tensor | None,
-        apart: bool,
-        into: tuple[Tensor, Tensor],
-        workspace: Workspace,
-    ) -> None:
-        key = "select", x.dtype, apart
+        key = "select", x.dtype
         ready: tuple[ReadyLaunch, ...] | None = workspace.buffers.get(key)
         if ready is None or ready[0].codec is not codec:
-            ready = workspace.buffers[key] = self._selecting(codec, x, apart, workspace)
+            ready = workspace.buffers[key] = self._selecting(codec, x, workspace)
         collect, digits, write = ready
         for launch in (collect, digits):
             launch.function(launch.grid, THREADS, (x, residual, *launch.first))
-        write.function(write.grid, THREADS, (x, residual, *write.first, *into))
+        write.function(write.grid, THREADS, (x, residual, *write.first, row, values))
 
     @staticmethod
-    def _selecting(codec: S, x: Tensor, apart: bool, workspace: Workspace) -> tuple[ReadyLaunch, ...]:
+    def _selecting(codec: S, x: Tensor, workspace: Workspace) -> tuple[ReadyLaunch, ...]:
         """The three launches, for gradients like x."""
         numel, room, device = x.numel(), workspace.buffers, device_for(x.device)
         tiles, k = tiles_of(numel), np.int32(codec.k(numel))
         collect, digits, write = (f"topk_{name}_{SUFFIXES[x.dtype]}" for name in ("collect", "digits", "write"))
-        source = np.int32(apart), np.int64(numel), room["state"], room["index"], room["value"]
+        source = np.int64(numel), room["state"], room["index"], room["value"]
         marks = room["tiles"], room["not_finite"]
         capacity, counts = np.int32(len(room["index"])), room["counts"]
         # In these two blocks depend on one another: more than there is room for would wait to no purpose.
