@@ -57,7 +57,8 @@ def DistributedOptimizer(
         gradient_predivide_factor: f: gradients are divided by f before they are added up, and by size/f after.
         num_groups: deprecated: `groups`.
         groups: lists of parameters whose gradients travel together; or into how many lists to divide them.
-        sparse_as_dense: make sparse gradients dense; otherwise the ranks' rows are gathered.
+        sparse_as_dense: make sparse gradients dense; otherwise the ranks' rows are gathered, and so are those for
+            SparseAdam, which takes nothing else.
         process_set: the ranks that take part; others step alone. It must be registered before training begins.
 
     Warns where optimizer and codec are known not to go together.
@@ -97,12 +98,11 @@ def DistributedOptimizer(
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
     named = name_parameters(optimizer, named_parameters)
+    only_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     options = Options(
         compression, backward_passes_per_step, op, gradient_predivide_factor, group_positions(groups, named),
-        sparse_as_dense, process_set, isinstance(optimizer, torch.optim.SparseAdam),
+        sparse_as_dense and not only_sparse, process_set, only_sparse,
     )  # fmt: skip
-    if options.only_sparse and sparse_as_dense:
-        raise ValueError("torch.optim.SparseAdam takes no dense gradients: leave sparse_as_dense=False")
     return _wrap(optimizer, [name for name, _ in named], options)
 
 

@@ -47,7 +47,7 @@ PRINTED = {
 #: How many blocks nobody runs, for want of a GPU.
 NOT_RUN = 0
 #: Commands of others, which are not installed where tests run.
-UNCHECKED = {"mpirun", "nsys"}
+UNCHECKED = {"git", "mpirun", "nsys"}
 #: Scripts of the reader's.
 SCRIPTS = {"train.py", "profile_steps.py"}
 
@@ -237,7 +237,7 @@ def check_command(words: list[str]) -> None:
         else:
             check_script(arguments[0])
     elif name == "export":
-        assert all(re.fullmatch(r"(PIP|GLOO|NCCL)_[A-Z_]+=\S+", setting) for setting in arguments), words
+        assert all(re.fullmatch(r"(PIP|GLOO|NCCL|GRADWIRE)_[A-Z_]+=\S+", setting) for setting in arguments), words
     elif name == "ruff":
         assert arguments[0] in ("check", "format"), words
         assert shutil.which("ruff", path=f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}")

@@ -162,16 +162,17 @@ def is_homogeneous() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record from now on when operations wait and run; rank 0 writes a Chrome trace to `file_path`.
 
+    A timeline that is being written ends.
+
     Args:
         file_path: overwritten.
         mark_cycles: also mark every decision of what runs next.
 
     Raises:
-        ValueError: one is being written already; on rank 0, which knows. So does what the system says of the file.
+        OSError: rank 0 cannot write the file.
     """
+    stop_timeline()
     here = engine()
-    if here.timeline is not None:
-        raise ValueError(f"cannot write a timeline to {file_path!r}: one is being written; call stop_timeline() first")
     if here.rank == 0:
         here.timeline = Timeline(file_path, mark_cycles)
 

@@ -23,8 +23,8 @@ class Timeline:
         self._rows: dict[str, int] = {}
         self._start = time.perf_counter()
         self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
-        self._file.write("[\n")
-        self._separator = ""
+        began = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}  # to lay the traces of runs together
+        self._file.write("[\n" + json.dumps({"name": "process_name", "ph": "M", "args": began, "pid": 0}))
 
     def now(self) -> float:
         """Seconds since the timeline was started."""
@@ -55,6 +55,5 @@ class Timeline:
             new = row not in self._rows
             number = self._rows.setdefault(row, len(self._rows) + 1)
             for each in [named, event] if new else [event]:
-                self._file.write(self._separator + json.dumps({**each, "pid": 0, "tid": number}))
-                self._separator = ",\n"
+                self._file.write(",\n" + json.dumps({**each, "pid": 0, "tid": number}))
             self._file.flush()
