@@ -17,6 +17,7 @@ import pytest
 import torch
 from fronts import FRONTS, marked
 from gradwire import Cast, Codec, CompressState, Identity, OneBit, TopK, compress_hook
+from gradwire.compress.aggregation import Aggregation
 from gradwire.hooks.auto.planner import HALF_PRECISION, Choice, Plan
 from gradwire.hooks.auto.trial import Trial
 from gradwire.hooks.core import report
@@ -115,14 +116,14 @@ def test_another_line_says_something_else(steps: list[tuple[Plan, int]]) -> None
     [
         (TopK(density=0.01), "TopK(density=0.01)"),
         (TopK(density=0.02, values=torch.bfloat16), "TopK(density=0.02, values=torch.bfloat16)"),
-        (OneBit(block=256), "OneBit(block=256)"),
+        (Aggregation(OneBit(block=256)), "Aggregation(inner=OneBit(block=256))"),
         (Identity(), "Identity()"),
     ],
     ids=str,
 )
 def test_codecs_are_named_as_users_write_them(codec: Codec, text: str) -> None:
     assert report.brief(codec) == text
-    assert eval(text, {**vars(__import__("gradwire")), "torch": torch}) == codec
+    assert eval(text, {**vars(__import__("gradwire")), "torch": torch, "Aggregation": Aggregation}) == codec
 
 
 # -- where it goes ---------------------------------------------------------------------------------------------------
