@@ -198,11 +198,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         more["exchanges"] = exchanges and exchanges.shared()
         data, places, found = taken_apart(optimizer, **more)
         memories.extend(found)
-        shared = None if own is None else {**own, "residuals": own["residuals"] and {}, "vectors": {}}
-        return _to_bytes((counts, shared, data, places))
+        return _to_bytes((counts, checkpoint.keeps_feedback(own), data, places))
 
     pack = described if is_root else None
-    theirs, shared, data, places = _from_root("broadcast_optimizer_state", pack, root_rank)
+    theirs, kept, data, places = _from_root("broadcast_optimizer_state", pack, root_rank)
     every = allgather_object((counts, None if state is None or not state.included else not state.feedback))
     if any(other != theirs for other, _ in every):
         raise ValueError(
@@ -210,7 +209,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
             "all ranks"
         )
     if state is not None:
-        checkpoint.check_broadcast(state, shared, [fresh for _, fresh in every])
+        checkpoint.check_broadcast(state, kept, [fresh for _, fresh in every])
     if not is_root:
         memories = [place.make(parameters_of(optimizer)) for place in places]
     broadcast_parameters([(f"optimizer.{i}", t) for i, t in enumerate(memories) if t.numel()], root_rank)

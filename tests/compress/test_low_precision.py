@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from gradwire import CompressState, Residual
 from gradwire.compress import CODECS, QSGD, Codec, OneBit, Ternary, TopK, new_draw
 from gradwire.compress.backends import LowPrecisionVector, _backend
-from gradwire.compress.backends.low_precision import BLOCK, LEAST_STEP, MOST
+from gradwire.compress.backends.cpu.low_precision import PASSES
+from gradwire.compress.backends.low_precision import BLOCK, DTYPES, LEAST_STEP, MOST, LowPrecisionKernels
 from gradwire.compress.feedback.store import FeedbackStore
 from gradwire.compress.formats.layout import Slot
 from hypothesis import given, settings
@@ -30,7 +31,6 @@ from strategies import (
 from torch import Tensor, nn
 from training import residuals_of, train, wrap
 
-DTYPES = (torch.bfloat16, torch.int8)
 CPU = torch.device("cpu")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 quick = settings(max_examples=25, deadline=None)
@@ -117,6 +117,21 @@ def test_what_is_not_sent_is_kept_but_for_what_is_rounded_off(
     float32 = 2.0**-22 * (grad.double().abs() + old.abs() + out.double().abs())
     off = (rest - kept.read().double()).abs()
     assert bool((off <= most_rounded(rest.float(), kept) * (1 + 2.0**-10) + float32).all())
+
+
+@every_dtype
+def test_a_dtype_that_has_passes_in_torch_alone_is_coded_alike(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, grad, wires = OneBit(block=256), gradient("normal", 3000, 1), list[list[Tensor]]()
+    for _ in range(2):
+        kept = kept_as(dtype, gradient("normal", 3000, 2))
+        if wires:
+            monkeypatch.delitem(PASSES, dtype)
+            kept.kernels = LowPrecisionKernels()
+        wires.append([torch.zeros(codec.wire_bytes(3000), dtype=torch.uint8), *kept.parts])
+        codec.encode_feedback(grad, kept, wires[-1][0], None, codec.workspace(3000))
+    assert all(same(a, b) for a, b in zip(*wires, strict=True))
 
 
 @pytest.mark.parametrize("codec", [OneBit(block=256), TopK(0.1), QSGD(rounding="nearest"), Ternary()], ids=str)

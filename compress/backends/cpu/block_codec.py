@@ -110,7 +110,7 @@ class Blocks(CpuKernels[B]):
     ) -> None:
         """With some blocks of the residual as float32 at a time, which stay in cache."""
         block, numel = self.block(codec), grad.numel()
-        if block % low_precision.BLOCK:
+        if block % low_precision.BLOCK or residual.dtype not in low_precision.PASSES:
             super().encode_low_precision(codec, grad, residual, wire, draw, workspace)
             return
         kernel, rest = self.encode_block(codec, draw)

@@ -95,15 +95,20 @@ def shared(state: CompressionState) -> dict[str, Any]:
     return own if state.consolidated else {**without_vectors(own), "residuals": None}
 
 
-def check_broadcast(state: CompressionState, own: dict[str, Any] | None, fresh: Sequence[bool | None]) -> None:
+def keeps_feedback(own: dict[str, Any] | None) -> bool:
+    """Whether the root compresses, and what it hands to the others, from `shared`, is without its feedback."""
+    return own is not None and own["residuals"] is None
+
+
+def check_broadcast(state: CompressionState, kept: bool, fresh: Sequence[bool | None]) -> None:
     """Raises ValueError, on every rank, if some ranks have feedback that the root cannot give to the others.
 
     Args:
-        own: `shared` of the root.
+        kept: `keeps_feedback` of the root.
         fresh: of each rank, true if its compression has kept nothing yet; None if it takes no part.
     """
     strategy = state.compression.strategy
-    if own is None or strategy.only_residual or own["residuals"] is not None:
+    if not kept or strategy.only_residual:
         return
     if len({each for each in fresh if each is not None}) > 1:
         raise ValueError(
@@ -117,7 +122,7 @@ def follow_broadcast(state: CompressionState, own: dict[str, Any] | None) -> Non
     """Take over `shared` of the root. This rank's feedback stays if the root shares none."""
     if own is None:
         return
-    if own["residuals"] is None:
+    if keeps_feedback(own):
         if own["steps"] and state.compression.keeps and not state.feedback and state.included:
             warnings.warn(
                 f"rank {own['rank']} has trained before, and has nothing of what compression had left out on rank "
