@@ -196,6 +196,9 @@ def _serve(
     torch.set_num_threads(1)
     files = dist.FileStore(store, world_size)
     dist.init_process_group(backend, store=files, rank=rank, world_size=world_size, timeout=timeout)
+    # A task may end the group at once, and Gloo fails on a rank that is still connecting to one that has left.
+    files.set(f"connected {rank}", "")
+    files.wait([f"connected {other}" for other in range(world_size)], timeout)
     while True:
         try:
             path, name, args = pipe.recv()
