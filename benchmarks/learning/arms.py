@@ -130,6 +130,8 @@ LEARNED = {
     "topk4": LearningArm(_top(0.04), "gather", Residual(), begins=60),
     "topk4-bf16": LearningArm(_top(0.04), "gather", Residual(dtype=torch.bfloat16), begins=60),
     "topk4-int8": LearningArm(_top(0.04), "gather", Residual(dtype=torch.int8), begins=60),
+    "topk12-at-once": LearningArm(_top(0.12), "gather", Residual()),
+    "topk4-at-once": LearningArm(_top(0.04), "gather", Residual()),
     "topk3": LearningArm(_top(0.03), "gather", Residual()),
     "topk1": LearningArm(_top(0.01), "gather", Residual()),
     "topk1-b5": LearningArm(_top(0.01), "gather", Residual(), momentum=0.5),
@@ -175,6 +177,7 @@ LEARNED = {
         ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5, unsent=True, lengthened=True)
     ),
     "local3-longer": LearningArm(QSGD(), "two_pass", Residual(), rounds=RoundSchedule(3, lengthened=True)),
+    "local2-eden": LearningArm(EDEN(), "two_pass", rounds=RoundSchedule(2, lengthened=True)),
     "local5-eden": LearningArm(EDEN(), "two_pass", rounds=RoundSchedule(5, lengthened=True)),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),
