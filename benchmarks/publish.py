@@ -151,13 +151,14 @@ learn-gpt2-muon: {learn} --task gpt2 --optimizer muon --batch 64 --steps 500 --s
     --arms local3-qsgd4 local5-chunked25
 learn-gpt2-rates: {learn} --task gpt2 --batch 64 --steps 250 --seeds 1 --learning-rates 2e-3 4e-3 8e-3
     --arms kept1-chunked25
+learn-gpt2-large: {learn} --task gpt2-large --batch 64 --steps 250 --seeds 1 --learning-rates 2e-3 --arms eden
 learn-gpt2-tiny: {learn} --task gpt2-tiny --batch 256 --steps 250 --seeds 3 --learning-rates 4e-3 --arms chunked25-b5
     kept1-chunked25 local5-chunked25 kept5-chunked25
 learn-kept: {learn} --seeds 1 --learning-rates 8e-3 --arms kept1-longer kept5-longer local3-longer terngrad eden
     local5-eden
 learn-unbiased: {learn} --learning-rates 8e-3 --arms qsgd8 qsgd4
 learn-batch: {learn} --batch 64 --seeds 1 --learning-rates 8e-3 --arms chunked25 local10-ternary
-*learn-sgd: {learn} --optimizer sgd --steps 500 --learning-rates 0.3 --arms topk4 chunked25 eden
+*learn-sgd: {learn} --optimizer sgd --steps 500 --learning-rates 0.3 --arms topk12 topk4-at-once chunked25 eden
 learn-sgd-long: {learn} --optimizer sgd --steps 4500 --learning-rates 0.3 --arms topk9-split topk7.5-split
 learn-large-sgd: {learn} --task large --optimizer sgd --world 2 --batch 8 --steps 400 --seeds 1 --learning-rates 0.2
     --arms terngrad local10-ternary

@@ -130,7 +130,7 @@ LEARNED = {
     "topk4": LearningArm(_top(0.04), "gather", Residual(), begins=60),
     "topk4-bf16": LearningArm(_top(0.04), "gather", Residual(dtype=torch.bfloat16), begins=60),
     "topk4-int8": LearningArm(_top(0.04), "gather", Residual(dtype=torch.int8), begins=60),
-    "topk12-at-once": LearningArm(_top(0.12), "gather", Residual()),
+    "topk12": LearningArm(_top(0.12), "gather", Residual()),
     "topk4-at-once": LearningArm(_top(0.04), "gather", Residual()),
     "topk3": LearningArm(_top(0.03), "gather", Residual()),
     "topk1": LearningArm(_top(0.01), "gather", Residual()),

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradwire import recommend
 from gradwire.benchmarks import publish
 from gradwire.benchmarks.common import report
 from gradwire.benchmarks.common.report import Table
 from gradwire.benchmarks.learning import learn
+from gradwire.benchmarks.learning.arms import LEARNED
 from gradwire.benchmarks.links import turns
 from gradwire.benchmarks.publish import ROOT, SET, Publication
 from gradwire.benchmarks.steps import exchange
@@ -144,6 +146,15 @@ def test_pages_say_how_models_ended() -> None:
     assert f"`LocalUpdates` ends {late['local10-ternary']} float32 and `TernGrad` {late['terngrad'][:5]}" in results
     side, _, interval = long.partition(" [")
     assert f"ended {side} float32 with 21 times fewer bytes [{interval}" in choose
+    dense, sparse, eden = (ended("learn-sgd", arm) for arm in ("topk12", "topk4-at-once", "eden"))
+    with_12 = " with `TopK(density=0.12)`, which `ratio=20` names"
+    assert (
+        f"a small model ended {dense}{with_12}, {sparse} with a density of 0.04 (`ratio=54`), and {eden} with" in choose
+    )
+    larger = ended("learn-gpt2-large", "eden")
+    assert f"10 M parameters, after 250 steps of 16 KiB, one seed, ended {larger} float32 with `EDEN()`" in choose
+    assert recommend("sgd", ratio=20).codec == LEARNED["topk12"].codec
+    assert recommend("sgd", ratio=54).codec == LEARNED["topk4-at-once"].codec
     rows = cells((ROOT / "docs" / "choose.md").read_text("utf-8"))
     for title, *where in (
         ("DDP's hook, `EDEN()`", ("learn-gpt2-seeds", "eden"), ("learn-kept", "eden")),
