@@ -24,6 +24,7 @@ def Outliers(inner: Codec, density: float = 0.01, values: torch.dtype = torch.fl
 
 
 def codec_of_today(text: str) -> str:
-    """The text of a codec, or of a compression with one, in a checkpoint: `Outliers` as the codec in its place, whose
-    residuals are of gradients too."""
-    return re.sub(r"Outliers\(inner=.+?, density=[^,()]+, values=torch\.\w+\)", lambda _: str(INSTEAD), text)
+    """A checkpoint's text of its codecs or its compression, with today's codec in the place of `Outliers`: both keep
+    residuals of gradients."""
+    today = re.sub(r"Outliers\(inner=.+?, density=[^,()]+, values=torch\.\w+\)", lambda _: str(INSTEAD), text)
+    return "; ".join(dict.fromkeys(today.split("; ")))  # of groups that had other codecs, and have the same one now

@@ -158,34 +158,36 @@ def test_checkpoints_of_version_0_1_load(rank: int) -> None:
     assert ledger.error(fresh) < 1e-5
 
 
-def as_in_0_2(saved: Any) -> Any:
-    """A checkpoint of `INSTEAD`, as one of the codec that was in its place."""
+def as_in_0_2(saved: Any, gone: str) -> Any:
+    """A checkpoint of `INSTEAD`, as one of what was in its place."""
     if isinstance(saved, dict):
-        return {key: as_in_0_2(value) for key, value in saved.items()}
-    gone = "Outliers(inner=OneBit(block=1024, scale='sided'), density=0.01, values=torch.float32)"
+        return {key: as_in_0_2(value, gone) for key, value in saved.items()}
     return saved.replace(str(INSTEAD), gone) if isinstance(saved, str) else saved
 
 
-TWO_CODECS = {"0.*": OneBit(), "*": INSTEAD}
+GONE = "Outliers(inner=OneBit(block=1024, scale='sided'), density=0.01, values=torch.float32)"
+#: Of two groups, which have the same codec now.
+BOTH_GONE = f"Outliers(inner=QSGD(bits=4, rounding='nearest'), density=1e-05, values=torch.int8); {GONE}"
 
 
 @pytest.mark.parametrize(
-    ("name", "codec"),
+    ("name", "codec", "gone"),
     [
-        *((name, INSTEAD) for name in ("ddp", "local", "adam", "horovod")),
-        pytest.param("replicas", TWO_CODECS, marks=needs_hook),
-        pytest.param("shards", INSTEAD, marks=needs_reduce_scatter),
+        *((name, INSTEAD, GONE) for name in ("ddp", "local", "adam", "horovod")),
+        pytest.param("replicas", {"0.*": OneBit(), "*": INSTEAD}, GONE, marks=needs_hook),
+        pytest.param("replicas", {"0.*": INSTEAD, "*": INSTEAD}, BOTH_GONE, marks=needs_hook),
+        pytest.param("shards", INSTEAD, GONE, marks=needs_reduce_scatter),
     ],
     ids=str,
 )
 @on_ranks(2)
-def test_a_codec_that_is_gone_hands_its_residuals_on(rank: int, name: str, codec: Any) -> None:
+def test_a_codec_that_is_gone_hands_its_residuals_on(rank: int, name: str, codec: Any, gone: str) -> None:
     front = FRONTS[name](perceptron(), codec)
     for step in range(3):
         front.step(batch(rank, step, front.model))
     saved = front.state.state_dict()
     front.close()
-    former, fresh = as_in_0_2(saved), FRONTS[name](perceptron(), codec)
+    former, fresh = as_in_0_2(saved, gone), FRONTS[name](perceptron(), codec)
     assert "Outliers" in str(former)
     fresh.state.load_state_dict(former)
     was, now = (
