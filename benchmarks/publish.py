@@ -147,8 +147,8 @@ learn-gpt2: {learn} --task gpt2 --batch 64 --steps 500 --seeds 1 --learning-rate
     kept1-chunked25 kept5-chunked25 kept5-longer local1 local1-longer local3-longer qsgd4 terngrad eden local5-eden
 learn-gpt2-seeds: {learn} --task gpt2 --batch 64 --steps 500 --seeds 3 --learning-rates 4e-3
     --arms kept1-chunked25 kept1-longer eden
-learn-gpt2-muon: {learn} --task gpt2 --optimizer muon --batch 64 --steps 500 --seeds 1 --learning-rates 4e-3
-    --arms local3-qsgd4 local5-chunked25
+learn-gpt2-muon: {learn} --task gpt2 --optimizer muon --batch 64 --steps 500 --seeds 1 --learning-rates 1.6e-2
+    --arms local5-eden
 learn-gpt2-rates: {learn} --task gpt2 --batch 64 --steps 250 --seeds 1 --learning-rates 2e-3 4e-3 8e-3
     --arms kept1-chunked25
 learn-gpt2-large: {learn} --task gpt2-large --batch 64 --steps 250 --seeds 1 --learning-rates 2e-3 --arms eden

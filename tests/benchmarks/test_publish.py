@@ -151,6 +151,8 @@ def test_pages_say_how_models_ended() -> None:
     assert (
         f"a small model ended {dense}{with_12}, {sparse} with a density of 0.04 (`ratio=54`), and {eden} with" in choose
     )
+    muon = ended("learn-gpt2-muon", "local5-eden")
+    assert f"`EDEN()` every 5 steps ended {muon} float32 with 94 times fewer bytes" in choose
     larger = ended("learn-gpt2-large", "eden")
     assert f"10 M parameters, after 250 steps of 16 KiB, one seed, ended {larger} float32 with `EDEN()`" in choose
     assert recommend("sgd", ratio=20).codec == LEARNED["topk12"].codec
