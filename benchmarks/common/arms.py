@@ -307,7 +307,6 @@ ARMS = {
         Arm("topk-gather", "#CC79A7", codec=ONE_PERCENT, exchange="gather"),
         Arm("topk-split", "#CC79A7", codec=ONE_PERCENT, exchange="split"),
         Arm("topk-mask", "#7A3E63", codec=ONE_PERCENT, exchange="mask"),
-        Arm("topk-0.1", "#E69F00", codec=TopK(density=0.001)),
         Arm("topk8", "#E69F00", codec=EIGHT_PERCENT),
         Arm("low-rank", "#332288", codec=PowerSGD(rank=4)),
         Arm("factors", "#4477AA", "gradwire, SufficientFactors of the head", factors=("head",)),

@@ -177,7 +177,6 @@ LEARNED = {
         ChunkedTopK(k=1024, values=2), "two_pass", Residual(), rounds=RoundSchedule(5, unsent=True, lengthened=True)
     ),
     "local3-longer": LearningArm(QSGD(), "two_pass", Residual(), rounds=RoundSchedule(3, lengthened=True)),
-    "local2-eden": LearningArm(EDEN(), "two_pass", rounds=RoundSchedule(2, lengthened=True)),
     "local5-eden": LearningArm(EDEN(), "two_pass", rounds=RoundSchedule(5, lengthened=True)),
     "stages4-q8": _stages(8, 8),
     "stages4-q8-q4": _stages(8, 4),
