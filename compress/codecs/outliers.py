@@ -18,7 +18,8 @@ def Outliers(inner: Codec, density: float = 0.01, values: torch.dtype = torch.fl
     """Former codec: the largest elements exactly, and the others in another code. Returns
     `TopK(density=0.04, values=torch.int8)`, 0.6 bits an element, whatever the arguments: with `OneBit()` it had 1.5."""
     asked = f"Outliers({inner}, density={density}, values={values})"
-    text = f"{asked} is TopK(density=0.04, values=torch.int8) now: name that, as Outliers will go in the next release"
+    now = "TopK(density=0.04, values=torch.int8) now, which keeps a residual by default"
+    text = f"{asked} is {now}: name that, or EDEN(), which keeps none, as Outliers will go in the next release"
     warnings.warn(text, DeprecationWarning, stacklevel=2)
     return INSTEAD
 

@@ -1,5 +1,6 @@
 """How much of the library a bucket's way leads through: what a reader has to open to follow it."""
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -41,11 +42,14 @@ def watched() -> Iterator[tuple[set[str], Callable[[bool], None]]]:
         watching = on
         sys.setprofile(look if on else None)
 
+    gc.collect()  # else states of other tests may end, and run their last functions, meanwhile
+    gc.disable()
     threading.setprofile(look)
     try:
         yield files, watch
     finally:
         threading.setprofile(None)
+        gc.enable()
 
 
 def four_layers() -> nn.Sequential:

@@ -24,7 +24,7 @@ def test_outliers_is_top_k(former: Callable[..., TopK]) -> None:
         (Ternary(), 0.1, torch.int8),
         (QSGD(), 1.0, torch.bfloat16),
     ):
-        with pytest.warns(DeprecationWarning, match=r"is TopK\(density=0.04, values=torch.int8\) now") as told:
+        with pytest.warns(DeprecationWarning, match=r"is TopK\(density=0.04, values=torch.int8\) now, which") as told:
             codec = former(inner, density=density, values=values)
         assert str(told[0].message).startswith(f"Outliers({inner}, density={density}, values={values})")
         assert told[0].filename == __file__

@@ -30,7 +30,7 @@ TIMED = {"test_global_barrier_op", "test_process_set_barrier_op"}
 
 
 def theirs(rank: int, clone: str, name: str) -> str:
-    """What came of one of their tests, in a process of its rank."""
+    """Run one of their tests on this rank: "passed", "skipped: …", or its tracebacks."""
     stand_ins = {"horovod": mock.Mock(torch=hvd), "horovod.torch": hvd, "horovod.runner.util.threads": mock.Mock()}
     stand_ins |= {"mock": mock, "cloudpickle": pickle}  # which these tests import and do not use
     paths = [str(Path(clone, "test", folder)) for folder in ("parallel", "utils")]

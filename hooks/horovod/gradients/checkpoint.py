@@ -96,7 +96,7 @@ def shared(state: CompressionState) -> dict[str, Any]:
 
 
 def keeps_feedback(own: dict[str, Any] | None) -> bool:
-    """Whether the root compresses, and what it hands to the others, from `shared`, is without its feedback."""
+    """True if the root compresses, and keeps its feedback to itself: `own`, its `shared`, has none."""
     return own is not None and own["residuals"] is None
 
 
