@@ -30,6 +30,7 @@ CODECS: tuple[Codec, ...] = (
     QSGD(),
     TernGrad(),
     EDEN(),
+    EDEN(levels=2),
     Ternary(),
     TopK(),
     Threshold(),

@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[Codec, ...]] = {
         QSGD(bits=3, block=256, norm="l2", rounding="nearest"),
     ),
     "TernGrad": (TernGrad(), TernGrad(clip=math.inf), TernGrad(block=2560, rounding="nearest")),
-    "EDEN": (EDEN(), EDEN(scale="closest")),
+    "EDEN": tuple(EDEN(scale, levels) for levels in (3, 2) for scale in ("unbiased", "closest")),
     "Ternary": (Ternary(), Ternary(block=2560)),
     "TopK": (
         TopK(0.01),

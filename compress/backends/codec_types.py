@@ -42,6 +42,11 @@ class TernGradLike(TernaryLike, Protocol):
     def clip(self) -> float: ...
 
 
+class EDENLike(BlockLike, Protocol):
+    @property
+    def levels(self) -> int: ...
+
+
 class CastLike(BlockLike, Protocol):
     @property
     def dtype(self) -> torch.dtype: ...

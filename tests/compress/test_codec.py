@@ -16,7 +16,6 @@ import torch
 from golden import FOLDER, GRADIENT, Golden, saved
 from gradwire.compress import (
     CODECS,
-    EDEN,
     QSGD,
     Cast,
     ChunkedTopK,
@@ -364,7 +363,7 @@ def test_tiny_gradients_are_not_crushed(codec: Codec, magnitude: float) -> None:
         total += decode(codec, encode(codec, x, new_draw(0, step)), 1280)
     touched = total != 0
     assert touched.any()
-    if codec != EDEN(scale="closest"):  # whose few rotations leave a residual that may be larger than an element
+    if getattr(codec, "scale", "") != "closest":  # EDEN's few rotations leave more than an element, maybe
         assert (total.sign() == x.sign())[touched].all()
     assert float(total.abs().max()) <= 20 * 18 * magnitude
 

@@ -58,7 +58,7 @@ CODECS: tuple[Codec, ...] = (
     TopK(0.2, indices="plain"),
     OneBit(), OneBit(block=256), OneBit(block=256, scale="symmetric"),
     QSGD(), QSGD(bits=2, block=256), QSGD(bits=8, rounding="nearest"), TernGrad(), TernGrad(rounding="nearest"),
-    Ternary(), EDEN(), EDEN(scale="closest"),
+    Ternary(), EDEN(), EDEN(scale="closest"), EDEN(levels=2),
     ChunkedTopK(), ChunkedTopK(k=20, chunk=256, values=torch.int8), PowerSGD(rank=1), PowerSGD(rank=2),
     Cast(torch.float16), Cast(torch.bfloat16), Identity(),
 )  # fmt: skip

@@ -36,10 +36,14 @@ def codec_table() -> str:
 
 
 def wire_table() -> str:
-    """Every field of every record, once for each class of codecs."""
-    rows = []
-    for name in dict.fromkeys(type(codec).__name__ for codec in CODECS):
-        codec = next(codec for codec in CODECS if type(codec).__name__ == name)
+    """Every field of every record, once for each class of codecs and names of fields."""
+    rows: list[list[str]] = []
+    found: dict[tuple[str, ...], Codec] = {}
+    for codec in CODECS:
+        found.setdefault((type(codec).__name__, *(f.name for part in codec.parts(NUMEL) for f in part.fields)), codec)
+    for codec in found.values():
+        name = type(codec).__name__
+        name = name if [f"`{name}`"] not in [row[:1] for row in rows] else str(codec)
         for part, larger in zip(codec.parts(NUMEL), codec.parts(2 * NUMEL), strict=True):
             start = [f"`{name}`", part.name, unit(codec, part)]
             for field, other in zip(part.fields, larger.fields, strict=True):

@@ -38,6 +38,7 @@ VARIANTS: tuple[Codec, ...] = (
     TernGrad(block=2560, rounding="nearest"),
     Ternary(block=2560),
     EDEN(scale="closest"),
+    EDEN(scale="closest", levels=2),
     TopK(density=1.0),
     TopK(density=0.001),
     TopK(density=0.3),

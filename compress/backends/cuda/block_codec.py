@@ -27,6 +27,10 @@ class Blocks(Kernels[B]):
     encoder: str
     decoder: str
 
+    def names(self, codec: B) -> tuple[str, str]:
+        """Of the kernels that encode and decode, before the suffix."""
+        return f"{self.encoder}_encode", f"{self.decoder}_decode"
+
     def block(self, codec: B) -> int:
         return codec.block_size
 
@@ -47,7 +51,7 @@ class Blocks(Kernels[B]):
 
     def prepare(self, codec: B, dtype: torch.dtype, device: torch.device) -> None:
         with kernel_cache.task(type(codec).__name__):
-            encoding, decoding = f"{self.encoder}_encode", f"{self.decoder}_decode"
+            encoding, decoding = self.names(codec)
             for kernel, kind in ((encoding, dtype), (decoding, dtype), (decoding, torch.float32)):
                 device_for(device).function(self.file, f"{kernel}_{SUFFIXES[kind]}")
 
@@ -72,7 +76,7 @@ class Blocks(Kernels[B]):
         ready: ReadyLaunch | None = workspace.buffers.get(key)
         if ready is None or ready.codec is not codec:
             options: Numbers = np.int64(x.numel()), *self.encode_options(codec)
-            ready = workspace.buffers[key] = self._ready(codec, f"{self.encoder}_encode", x, options)
+            ready = workspace.buffers[key] = self._ready(codec, self.names(codec)[0], x, options)
         arguments = x, residual, wire, *ready.first
         if self.draws:
             arguments = *arguments, draw if codec.stochastic else None
@@ -94,7 +98,7 @@ class Blocks(Kernels[B]):
 
     def _decoder(self, codec: B, out: Tensor, how: Numbers, pitch: int, ranks: int) -> ReadyLaunch:
         source: Numbers = np.int64(pitch), np.int32(ranks), *self.decode_options(codec)
-        return self._ready(codec, f"{self.decoder}_decode", out, (np.int64(out.numel()), *how), source)
+        return self._ready(codec, self.names(codec)[1], out, (np.int64(out.numel()), *how), source)
 
     def _ready(self, codec: B, kernel: str, like: Tensor, first: Numbers, last: Numbers = ()) -> ReadyLaunch:
         device, name = device_for(like.device), f"{kernel}_{SUFFIXES[like.dtype]}"

@@ -1,4 +1,4 @@
-"""EDEN: record = a scale for each of five rotations, the seed of their signs, a byte for five trits."""
+"""EDEN: record = a scale for each of the rotations, the seed of their signs, a byte for five trits or eight bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...kernels import BlockLike
+from ...codec_types import EDENLike
 from ..block_codec import Blocks, Draw, Kernel, _draw
 from ..runtime.blocks import (
     SPARE,
@@ -42,6 +42,7 @@ from ..runtime.simd import (
     inlined,
     iota_u32,
     load_f32,
+    load_u8,
     select,
     splat_i32,
     splat_u8,
@@ -49,13 +50,16 @@ from ..runtime.simd import (
     to_f32,
     to_i32,
     to_u8,
+    to_u16,
     word_of,
 )
 from .terngrad import bytes_of_trits, lowest_trits
 
-#: Elements that are rotated together, those of a record, and a record's bytes before its trits.
-ROW, BLOCK, HEAD = 256, 1280, 12
+#: Elements that are rotated together.
+ROW = 256
 THRESHOLD, PER_ROW = F32(0.612), F32(1 / ROW)
+#: The threshold of two levels.
+BELOW_ALL = F32(-1)
 SIGN = -0x80000000
 #: Three numbers of up to 256, either way, fit in a word so many bits apart, and sums of words are words of sums.
 APART = 10
@@ -138,8 +142,9 @@ def scale_at(record: int, row: int) -> Any:
 
 @inlined
 def number_at(words: int, i: int, row: int) -> Any:
-    """The numbers of a row in the words' transform, at byte i: their 10 bits come on top, rounded from those below."""
-    v = as_i32(load_f32(words + row // 3 * 1024 + i))
+    """The numbers of a row in the words' transform, at byte i: their 10 bits come on top, rounded from those below.
+    Words of three rows lie in the first one's place."""
+    v = as_i32(load_f32(words + 1024 * (row - row % 3) + i))
     return to_f32((v << 22 - APART * (row % 3)) + (1 << 21) >> 22)
 
 
@@ -148,117 +153,129 @@ def decoded_at(words: int, hashes: int, i: int, row: int, scale: Any) -> Any:
     return as_f32(as_i32(number_at(words, i, row) * scale) ^ sign_at(hashes, i, row))
 
 
-@compiled
-def eden_encode(x: Source, residual: int, wire: int, span: Span, draw: Draw, scratch: int) -> None:
-    kind, source = x
-    numel, first, last = span
-    stochastic, seed, step, stream = draw
-    hashes, rotated, thresholds = scratch + SUMS, scratch + A + 8 * BLOCK, scratch + SPARE
-    for b in range(first, last):
-        start = b * BLOCK
-        n = min(BLOCK, numel - start)
-        record = wire + b * (HEAD + ROW)
-        a = read_block(kind, source, residual, start, n, BLOCK, scratch)
-        own = np.int64(0)
-        if stochastic:
-            random_bits(rotated, seed, step, stream, start >> 3, 128)
-            own = np.int64(get_u16(rotated))
-        store(record + 10, np.uint16(own))
-        write_hashes(own, hashes)
-        sound = True
-        for row in range(5):
-            largest = largest_bits(a + 1024 * row, ROW)
-            exponent = min(max(largest >> 23, 1), 254)
-            energy = rotate(a + 1024 * row, power(254 - exponent), hashes, row, rotated + 1024 * row)
-            threshold = F32(np.sqrt(energy * PER_ROW) * THRESHOLD)
-            kept, count = sum_above(rotated + 1024 * row, threshold)
-            level = F32(energy / kept) if stochastic else F32(kept / F32(count))
-            scale = F32(level * PER_ROW) * power(exponent) if kept > ZERO else ZERO
-            word = np.int64(word_of(scale))
-            rounded = word + 0x7FFF + (word >> 16 & 1) >> 16
-            sound &= largest < INF_BITS and np.isfinite(float_of(np.int32(rounded << 16)) * F32(ROW))
-            store(record + 2 * row, np.uint16(rounded))
-            store(thresholds + 4 * row, threshold)
-        if not sound:
-            for row in range(5):
-                store(record + 2 * row, np.uint16(0x7FC0))
-            clear(record + HEAD, ROW)
-            continue  # the block keeps its residual
-        for j in range(0, ROW, 64):
-            trits, low, high = splat_u8(0), splat_i32(0), splat_i32(0)
-            for row in range(4, -1, -1):
-                v = load_f32(rotated + 1024 * row + 4 * j)
-                some = as_f32(as_i32(v) & MAGNITUDE) > get_f32(thresholds + 4 * row)
-                minus = some & (v < ZERO)
-                trits = trits + trits + trits + to_u8(some) + to_u8(minus)
-                if residual:
-                    trit = to_i32(some) - 2 * to_i32(minus)
-                    if row > 2:
-                        high = (high << APART) + trit
-                    else:
-                        low = (low << APART) + trit
-            store(record + HEAD + j, trits)
-            if residual:
-                store(rotated + 4 * j, low)
-                store(rotated + 1024 + 4 * j, high)
-        if residual:
-            transform_words(rotated)
-            transform_words(rotated + 1024)
-            e = residual_block(residual, start, n, BLOCK, scratch)
-            for row in range(5):
-                scale = scale_at(record, row)
-                for i in range(0, 1024, 256):
-                    at = 1024 * row + i
-                    store(e + at, load_f32(a + at) - decoded_at(rotated, hashes, i, row, scale))
-            if n < BLOCK:
-                copy(residual + 4 * start, e, 4 * n)
+def kernels_of(rows: int, levels: int) -> tuple[Any, Any]:
+    """The functions that encode and decode records of so many rows: compiled for each, which an argument would slow."""
+    block, head = rows * ROW, 2 * rows + 5 & -4
 
-
-@compiled
-def eden_decode(out: Source, wires: Wires, span: Span, how: How, scratch: int) -> tuple[int, int]:
-    kind, target = out
-    address, pitch, ranks = wires
-    numel, first, last = span
-    alpha, add, times = how
-    hashes, words, factor = scratch + SUMS, scratch + A + 8 * BLOCK, F32(alpha)
-    skipped = unsound = 0
-    for b in range(first, last):
-        start = b * BLOCK
-        n = min(BLOCK, numel - start)
-        total = begin_sum(kind, target, start, n, BLOCK, add, scratch)
-        for r in range(ranks):
-            record = address + r * pitch + b * (HEAD + ROW)
-            write_hashes(np.int64(get_u16(record + 10)), hashes)
-            for j in range(0, ROW, 64):
-                rest, bad = bytes_of_trits(record + HEAD + j)
-                skipped += bad
-                low, high = splat_i32(0), splat_i32(0)
-                for row in range(5):
-                    trit, rest = lowest_trits(rest)
-                    signed = to_i32(as_i8(select(trit == 2, 255, trit)))
-                    if row > 2:
-                        high = high + (signed << APART * (row - 3))
-                    else:
-                        low = low + (signed << APART * row)
-                store(words + 4 * j, low)
-                store(words + 1024 + 4 * j, high)
-            transform_words(words)
-            transform_words(words + 1024)
+    @compiled
+    def eden_encode(x: Source, residual: int, wire: int, span: Span, draw: Draw, scratch: int) -> None:
+        kind, source = x
+        numel, first, last = span
+        stochastic, seed, step, stream = draw
+        hashes, rotated, thresholds = scratch + SUMS, scratch + A + 8 * block, scratch + SPARE
+        for b in range(first, last):
+            start = b * block
+            n = min(block, numel - start)
+            record = wire + b * (head + ROW)
+            a = read_block(kind, source, residual, start, n, block, scratch)
+            own = np.int64(0)
+            if stochastic:
+                random_bits(rotated, seed, step, stream, start >> 3, 128)
+                own = np.int64(get_u16(rotated))
+            store(record + head - 4, np.int32(0))
+            store(record + 2 * rows, np.uint16(own))
+            write_hashes(own, hashes)
             sound = True
-            for row in range(5):
-                scale = scale_at(record, row)
-                sound &= np.isfinite(scale * F32(ROW))
-                for i in range(0, 1024, 256):
-                    at = total + 1024 * row + i
-                    store(at, load_f32(at) + decoded_at(words, hashes, i, row, scale) * factor)
-            unsound += not sound
-        end_sum(kind, total, target, start, n, BLOCK, add, times, scratch + SPARE)
-    return skipped, unsound
+            for row in range(rows):
+                largest = largest_bits(a + 1024 * row, ROW)
+                exponent = min(max(largest >> 23, 1), 254)
+                energy = rotate(a + 1024 * row, power(254 - exponent), hashes, row, rotated + 1024 * row)
+                threshold = F32(np.sqrt(energy * PER_ROW) * THRESHOLD) if levels == 3 else BELOW_ALL
+                kept, count = sum_above(rotated + 1024 * row, threshold)
+                level = F32(energy / kept) if stochastic else F32(kept / F32(count))
+                scale = F32(level * PER_ROW) * power(exponent) if kept > ZERO else ZERO
+                word = np.int64(word_of(scale))
+                rounded = word + 0x7FFF + (word >> 16 & 1) >> 16
+                sound &= largest < INF_BITS and np.isfinite(float_of(np.int32(rounded << 16)) * F32(ROW))
+                store(record + 2 * row, np.uint16(rounded))
+                store(thresholds + 4 * row, threshold)
+            if not sound:
+                for row in range(rows):
+                    store(record + 2 * row, np.uint16(0x7FC0))
+                clear(record + head, ROW)
+                continue  # the block keeps its residual
+            for j in range(0, ROW, 64):
+                codes, words = splat_u8(0), splat_i32(0)
+                for row in range(rows - 1, -1, -1):
+                    v, before = load_f32(rotated + 1024 * row + 4 * j), codes
+                    some = as_f32(as_i32(v) & MAGNITUDE) > get_f32(thresholds + 4 * row)
+                    minus = some & (v < ZERO)
+                    codes = codes + codes + to_u8(minus)
+                    if levels == 3:
+                        codes = codes + before + to_u8(some)
+                    if residual:
+                        words = (words << APART) + to_i32(some) - 2 * to_i32(minus)
+                        if row % 3 == 0:  # their own place has been read
+                            store(rotated + 1024 * row + 4 * j, words)
+                            words = splat_i32(0)
+                store(record + head + j, codes)
+            if residual:
+                for row in range(0, rows, 3):
+                    transform_words(rotated + 1024 * row)
+                e = residual_block(residual, start, n, block, scratch)
+                for row in range(rows):
+                    scale = scale_at(record, row)
+                    for i in range(0, 1024, 256):
+                        at = 1024 * row + i
+                        # + 0 turns -0 into 0
+                        store(e + at, load_f32(a + at) - (decoded_at(rotated, hashes, i, row, scale) + ZERO))
+                if n < block:
+                    copy(residual + 4 * start, e, 4 * n)
+
+    @compiled
+    def eden_decode(out: Source, wires: Wires, span: Span, how: How, scratch: int) -> tuple[int, int]:
+        kind, target = out
+        address, pitch, ranks = wires
+        numel, first, last = span
+        alpha, add, times = how
+        hashes, words, factor = scratch + SUMS, scratch + A + 8 * block, F32(alpha)
+        skipped = unsound = 0
+        for b in range(first, last):
+            start = b * block
+            n = min(block, numel - start)
+            total = begin_sum(kind, target, start, n, block, add, scratch)
+            for r in range(ranks):
+                record = address + r * pitch + b * (head + ROW)
+                write_hashes(np.int64(get_u16(record + 2 * rows)), hashes)
+                for j in range(0, ROW, 64):
+                    rest, word = to_u16(load_u8(record + head + j)), splat_i32(0)
+                    if levels == 3:
+                        rest, bad = bytes_of_trits(record + head + j)
+                        skipped += bad
+                    for row in range(rows):
+                        if levels == 3:
+                            trit, rest = lowest_trits(rest)
+                            digit = to_i32(as_i8(select(trit == 2, 255, trit)))
+                        else:
+                            digit = 1 - 2 * to_i32(rest & 1)
+                            rest = rest >> 1
+                        word = word + (digit << APART * (row % 3))
+                        if row % 3 == 2 or row == rows - 1:
+                            store(words + 1024 * (row - row % 3) + 4 * j, word)
+                            word = splat_i32(0)
+                for row in range(0, rows, 3):
+                    transform_words(words + 1024 * row)
+                sound = True
+                for row in range(rows):
+                    scale = scale_at(record, row)
+                    sound &= np.isfinite(scale * F32(ROW))
+                    for i in range(0, 1024, 256):
+                        at = total + 1024 * row + i
+                        store(at, load_f32(at) + decoded_at(words, hashes, i, row, scale) * factor)
+                unsound += not sound
+            end_sum(kind, total, target, start, n, block, add, times, scratch + SPARE)
+        return skipped, unsound
+
+    return eden_encode, eden_decode
+
+
+#: By number of levels.
+KERNELS = {2: kernels_of(8, 2), 3: kernels_of(5, 3)}
 
 
 class EDEN(Blocks):
-    def encode_block(self, codec: BlockLike, draw: Tensor | None) -> Kernel:
-        return eden_encode, (_draw(codec, draw),)
+    def encode_block(self, codec: EDENLike, draw: Tensor | None) -> Kernel:
+        return KERNELS[codec.levels][0], (_draw(codec, draw),)
 
-    def decode_block(self, codec: BlockLike) -> Kernel:
-        return eden_decode, ()
+    def decode_block(self, codec: EDENLike) -> Kernel:
+        return KERNELS[codec.levels][1], ()
