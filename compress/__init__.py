@@ -18,6 +18,7 @@ from .codecs.threshold import Threshold
 from .codecs.topk import TopK
 from .feedback.base import Feedback
 from .feedback.lead import Lead
+from .feedback.magnitudes import Magnitudes
 from .feedback.momentum import Momentum
 from .feedback.residual import Residual
 from .feedback.tracking import Tracking
@@ -53,6 +54,7 @@ __all__ = [
     "Feedback",
     "Identity",
     "Lead",
+    "Magnitudes",
     "Momentum",
     "OneBit",
     "Outliers",

@@ -4,6 +4,7 @@
 //     Momentum:             u' = u · β + g               out = u'
 //     Nesterov's:           u' = (u + g) · β             out = u' + g
 //     Tracking's estimate:  H' = H + mean, and that is handed out in the place of the mean
+//     Magnitudes:           out = g / s(M);              u = mean · s(M),  M' = M · β + |u| · (1 - β)
 //
 // Each reads and writes everything once. compress/backends/kernels.py says what they mean.
 #include "common.cuh"
@@ -41,6 +42,35 @@ __device__ inline void enter(const T* grad, float* momentum, float* out, float b
     });
 }
 
+// Of the scales of a row's magnitudes: 131 where one is as large as the largest, to a power of two, down to 127.
+__device__ inline void scale_exponents(const float (&magnitudes)[SLOTS], int (&exponents)[SLOTS]) {
+    int largest = 0;
+#pragma unroll
+    for (int j = 0; j < SLOTS; ++j) {
+        exponents[j] = magnitude_bits(magnitudes[j]) >> 23;
+        largest = max(largest, exponents[j]);
+    }
+    largest = warp_max(largest);
+#pragma unroll
+    for (int j = 0; j < SLOTS; ++j) exponents[j] = 131 - min(largest - exponents[j], 4);
+}
+
+template <class T>
+__device__ inline void divide(const T* grad, const float* magnitudes, float* out, i64 numel) {
+    const bool aligned = is_aligned(grad), magnitudes_aligned = is_aligned(magnitudes), out_aligned = is_aligned(out);
+    each_block(numel, ROW, [&](i64 b) {
+        const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
+        float g[SLOTS], m[SLOTS];
+        int exponents[SLOTS];
+        load8(grad, aligned, begin, numel, g);
+        load8(magnitudes, magnitudes_aligned, begin, numel, m);
+        scale_exponents(m, exponents);
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) g[j] = g[j] * power(254 - exponents[j]);
+        store8(out, out_aligned, begin, numel, g);
+    });
+}
+
 extern "C" {
 
 __global__ void tracking_change_f32(const float* grad, float* momentum, float* out, float share, i64 numel) {
@@ -61,6 +91,38 @@ __global__ void tracking_follow(float* estimate, float* mean, i64 numel) {
         const bool sound = is_finite(total);
         estimate = sound ? total : estimate;
         mean = sound ? total : __int_as_float(NOT_A_NUMBER);
+    });
+}
+
+__global__ void magnitudes_divide_f32(const float* grad, const float* magnitudes, float* out, i64 numel) {
+    divide(grad, magnitudes, out, numel);
+}
+
+__global__ void magnitudes_divide_f16(const Half* grad, const float* magnitudes, float* out, i64 numel) {
+    divide(grad, magnitudes, out, numel);
+}
+
+__global__ void magnitudes_divide_bf16(const Bfloat* grad, const float* magnitudes, float* out, i64 numel) {
+    divide(grad, magnitudes, out, numel);
+}
+
+__global__ void magnitudes_multiply(float* mean, float* magnitudes, float beta, float share, i64 numel) {
+    const bool aligned = is_aligned(mean), magnitudes_aligned = is_aligned(magnitudes);
+    each_block(numel, ROW, [&](i64 b) {
+        const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
+        float x[SLOTS], m[SLOTS];
+        int exponents[SLOTS];
+        load8(mean, aligned, begin, numel, x);
+        load8(magnitudes, magnitudes_aligned, begin, numel, m);
+        scale_exponents(m, exponents);
+#pragma unroll
+        for (int j = 0; j < SLOTS; ++j) {
+            x[j] = x[j] * power(exponents[j]);
+            const float now = m[j] * beta + fabsf(x[j]) * share;
+            if (is_finite(now)) m[j] = now;
+        }
+        store8(mean, aligned, begin, numel, x);
+        store8(magnitudes, magnitudes_aligned, begin, numel, m);
     });
 }
 

@@ -55,7 +55,9 @@ class InProcessRanks:
         """Go on with another codec and exchange; the feedback stays."""
         self.codec, self.exchange = codec, exchange
         self.keeps = self.strategy is not None and not codec.lossless
-        codec = (codec.with_feedback() if self.keeps else codec).for_layout(self.units[0].layout)
+        if self.strategy is not None and self.keeps:
+            codec = self.strategy.codec_for(codec)
+        codec = codec.for_layout(self.units[0].layout)
         for group, unit in zip(self.world.groups, self.units, strict=True):
             numel, extra = layout_numel(unit.layout), unit.uncompressed.numel()
             unit.use(EXCHANGES[exchange](codec, numel, extra, unit.device, group), self.seed, group.rank)

@@ -262,6 +262,27 @@ class TrackingKernels:
         mean.masked_fill_(~finite, torch.nan)
 
 
+    def divide(self, grad: Tensor, magnitudes: Tensor, out: Tensor) -> None:
+        """`out` = a gradient of any dtype, divided by its scales (`_scales_of`); float32 but for the gradient."""
+        torch.div(grad.float(), _scales_of(magnitudes), out=out)
+
+    def multiply(self, mean: Tensor, magnitudes: Tensor, beta: float) -> None:
+        """The mean is multiplied by its scales (`_scales_of`), and magnitudes = beta·magnitudes + (1-beta)·|mean| then,
+        except where that is not finite. All float32."""
+        mean.mul_(_scales_of(magnitudes))
+        new = magnitudes * beta + mean.abs() * (1.0 - beta)
+        magnitudes.copy_(torch.where(new.isfinite(), new, magnitudes))
+
+
+def _scales_of(magnitudes: Tensor) -> Tensor:
+    """For each row of 256: 16 where a magnitude is as large as the largest, to a power of two; where it is smaller half
+    as much for every halving, down to 1."""
+    rows = torch.nn.functional.pad(magnitudes, (0, -len(magnitudes) % 256)).view(-1, 256)
+    exponents = rows.view(torch.int32) >> 23
+    below = (exponents.amax(1, keepdim=True) - exponents).clamp_(max=4)
+    return ((131 - below) << 23).view(torch.float32).view(-1)[: len(magnitudes)]
+
+
 class MomentumKernels:
     """The passes of `compress.feedback.momentum` over flat tensors, in torch, for devices without anything better."""
 

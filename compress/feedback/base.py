@@ -83,6 +83,12 @@ class Feedback(Renamed, ABC, renamed=OLD_NAMES):
     def check(self, codec: Codec) -> None:
         """Raises ValueError for a codec around which this strategy does not work."""
 
+    def codec_for(self, codec: Codec) -> Codec:
+        """The form of the user's codec that this strategy goes around. Raises as `check`."""
+        codec = codec.with_feedback()
+        self.check(codec)
+        return codec
+
     def prepare(self, device: torch.device) -> None:
         """Compile what it runs on tensors of a device, so that no step has to."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...compress.backends import backend_for
 from ...compress.codec import DTYPES, Codec, check_flag
 from ...compress.feedback.base import RESIDUAL, Feedback
-from ...compress.feedback.residual import Residual
+from ...compress.feedback.residual import NoFeedback, Residual
 from ...compress.formats.wire import WIRE_VERSION
 from ..auto.planner import Choice, Fallback, check_exchange, codecs_of
 from ..comm.coded_message import check_available
@@ -49,10 +49,12 @@ class Options:
         codec, feedback, warmup, seed = self.codec, self.error_feedback, self.warmup_steps, self.seed
         if not (isinstance(feedback, bool | Feedback) or feedback == "auto"):
             raise ValueError(f"error_feedback={feedback!r}: expected True, False, 'auto' or a strategy: Residual()")
-        if isinstance(feedback, Feedback) and feedback.state_names and RESIDUAL not in feedback.state_names:
-            raise ValueError(
-                f"{feedback} keeps {', '.join(feedback.state_names)}: its `state_names` must have {RESIDUAL!r} too"
-            )
+        if isinstance(feedback, Feedback) and not isinstance(feedback, NoFeedback):
+            if RESIDUAL not in feedback.state_names:
+                raise ValueError(
+                    f"{feedback} keeps {', '.join(feedback.state_names)}: its `state_names` must have {RESIDUAL!r} "
+                    "too, or it derives from NoFeedback"
+                )
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
             raise ValueError(f"warmup_steps={warmup!r}: expected a number of steps, 0 or more")
         if self.fallback not in FALLBACKS:
@@ -97,9 +99,7 @@ class Options:
         feedback = codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
         feedback = feedback and not codec.lossless
         if feedback:
-            codec = codec.with_feedback()
-            if self.strategy is not None:
-                self.strategy.check(codec)
+            codec = (self.strategy or Residual()).codec_for(codec)
         check_exchange(self.exchange, codec)
         return Choice(codec, "dense" if warm else self.exchange, feedback, warmup=self.warmup_steps if warm else 0)
 

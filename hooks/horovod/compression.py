@@ -104,7 +104,7 @@ class CodecCompression:
             raise TypeError(f"codec={self.codec!r}: expected a codec, such as gradwire.TopK(density=0.01)")
         check_exchange(self.exchange, self.codec, besides=("auto",))
         if self.feedback:
-            self.strategy.check(self.codec.with_feedback())
+            self.strategy.codec_for(self.codec)
 
     @property
     def feedback(self) -> bool:

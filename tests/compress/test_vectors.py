@@ -65,6 +65,9 @@ def test_every_backend_gives_torch_s_bits(
             assert sound or backend == "cuda" or not total.isfinite().all()
             tracking.lead(past, led, 0.9, 0.4)
             written += [change, kept, estimate, total, past, led]
+            tracking.divide(put(2, dtype), magnitudes := put(3).abs_(), quotient := put(0))
+            tracking.multiply(handed_out := put(1), magnitudes, 0.9)
+            written += [quotient, handed_out, magnitudes]
             momentum.enter(put(2, dtype), entered := put(3), 0.8, restart, out := put(0))
             found.append([*written, entered, out])
     assert all(same(a, b) for a, b in zip(*found, strict=True))

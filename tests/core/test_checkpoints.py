@@ -16,11 +16,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fronts import FRONTS, Front
 from gradwire import (
+    EDEN,
     QSGD,
     ChunkedTopK,
     Codec,
     CompressState,
     Identity,
+    Magnitudes,
     Momentum,
     OneBit,
     PowerSGD,
@@ -273,6 +275,7 @@ RESUMED: list[tuple[str, Any, dict[str, Any], int]] = [
     ("ddp", TopK(0.1), {"exchange": "gather", "error_feedback": Momentum()}, 4),
     ("ddp", TopK(0.1), {"exchange": "split", "error_feedback": Momentum(nesterov=True)}, 4),
     ("ddp", OneBit(), TWO_PASS | {"error_feedback": Momentum(nesterov=True)}, 4),
+    ("ddp", EDEN(), TWO_PASS | {"error_feedback": Magnitudes()}, 4),
     ("local", OneBit(), TWO_PASS | {"every": 3}, 4),
     ("local", TopK(0.1), {"exchange": "split", "every": 3, "outer_momentum": 0.5, "bucket_cap_mb": 0.002}, 5),
     ("local", QSGD(bits=4), STEPPED | {"exchange": "gather"}, 6),
@@ -282,6 +285,7 @@ RESUMED: list[tuple[str, Any, dict[str, Any], int]] = [
     ("local", OneBit(), TWO_PASS | {"every": 5, "delay": 3, "keep_local": True, "bucket_cap_mb": 0.002}, 6),
     ("local", Ternary(), {"exchange": "gather", "every": 2, "error_feedback": Tracking()}, 5),
     ("local", TopK(0.1), {"exchange": "union", "every": 2, "error_feedback": Momentum(nesterov=True)}, 5),
+    ("local", QSGD(), {"exchange": "gather", "every": 2, "error_feedback": Magnitudes()}, 5),
     ("local", OneBit(), {"exchange": "gather", "every": 2, "error_feedback": NARROW}, 5),
     ("local", TopK(0.1), {"exchange": "union", "every": 2, "error_feedback": Residual(0.9, torch.int8)}, 5),
     ("local", TopK(0.1), UNSENT | {"exchange": "split"}, 6),
@@ -304,6 +308,7 @@ RESUMED: list[tuple[str, Any, dict[str, Any], int]] = [
     ("horovod", OneBit(block=256), MOVING | {"error_feedback": Residual(dtype=torch.int8)}, 4),
     ("horovod", TopK(0.1), {"error_feedback": Momentum()}, 4),
     ("horovod", TopK(0.1), {"error_feedback": Tracking()}, 4),
+    ("horovod", EDEN(), {"error_feedback": Magnitudes()}, 4),
 ]
 
 

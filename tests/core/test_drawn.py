@@ -38,6 +38,7 @@ from gradwire import (
     Codec,
     Identity,
     Lead,
+    Magnitudes,
     Momentum,
     OneBit,
     PowerSGD,
@@ -96,7 +97,8 @@ def configurations(draw: st.DrawFn) -> Configuration:
     family = draw(st.sampled_from([SPARSE, BLOCKS, CODECS]))
     codecs = [draw(st.sampled_from(family)) for _ in range(draw(st.sampled_from([1, 1, 2, 3])))]
     carried = [name for name in EXCHANGES if all(name in possible(codec) for codec in codecs)]
-    feedback = draw(st.sampled_from(FEEDBACK))
+    loyal = all(codec.unbiased or codec.lossless for codec in codecs)
+    feedback = draw(st.sampled_from((*FEEDBACK, *3 * (Magnitudes(),)) if loyal else FEEDBACK))
     ways: dict[str, Any] = {}
     uses: tuple[str, ...] = ("always", "tied", "frozen")
     how = draw(st.sampled_from(["plain", "unused", "static", *(["skip"] if SKIPS_BUCKETS else [])]))
@@ -118,7 +120,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         warmup_steps=draw(st.sampled_from([0, 0, 1, 3])),
         exclude=draw(st.sampled_from(["nothing", "vectors", "first"])),
         scaler=draw(st.sampled_from(["none", "enabled", "enabled", "disabled"])),
-        parameters=parameters(draw, uses, not isinstance(feedback, Tracking | Momentum | Lead)),
+        parameters=parameters(draw, uses, not isinstance(feedback, Tracking | Momentum | Lead | Magnitudes)),
         gradient_as_bucket_view=draw(st.booleans()),
         cap=draw(st.sampled_from([1, 1024, 4096, 1 << 20])),
         set_to_none=draw(st.booleans()),

@@ -34,6 +34,7 @@ from gradwire import (
     ChunkedTopK,
     Identity,
     Lead,
+    Magnitudes,
     Momentum,
     OneBit,
     PowerSGD,
@@ -381,7 +382,7 @@ def setups(draw: st.DrawFn) -> Sharded:
     return Sharded(
         mesh=draw(st.sampled_from([(2, 2), (2, 1), (1, 2), (4, 1)])),
         codec=codec,
-        feedback=False if codec == QSGD() else draw(st.sampled_from(feedbacks)),
+        feedback=draw(st.sampled_from([False, Magnitudes()] if codec == QSGD() else feedbacks)),
         exchange=draw(st.sampled_from(["auto", *possible(codec)])),
         reduce=draw(st.sampled_from([None, None, torch.bfloat16, torch.float16])),
         divide=draw(st.sampled_from(divides)),

@@ -7,7 +7,7 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import Codec, CompressState, Lead, Momentum, OneBit, Residual, TopK, Tracking, compress_hook
+from gradwire import QSGD, Codec, CompressState, Lead, Magnitudes, Momentum, OneBit, Residual, TopK, Tracking, compress_hook
 from gradwire.compress.feedback.base import Feedback
 from test_horovod_operations import horovod_ranks, raised
 from test_horovod_optimizer import close, identical, loss_of, model_of, train, weights
@@ -24,6 +24,7 @@ STRATEGIES: dict[str, tuple[Codec, Feedback, str]] = {
     "narrow": (TopK(0.1), Residual(dtype=torch.bfloat16), "gather"),
     "decaying": (TopK(0.1), Residual(decay=0.9), "union"),
     "lead": (TopK(0.1), Lead(), "gather"),
+    "magnitudes, densely": (QSGD(), Magnitudes(), "dense"),
 }
 EVERY = pytest.mark.parametrize("name", [*STRATEGIES])
 STRATEGIES["tracking of slices"] = OneBit(), Tracking(), "two_pass"  # whose blocks are others in DDP's order

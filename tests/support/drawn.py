@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
-from gradwire import Codec, Lead, Momentum, TopK, Tracking
+from gradwire import Codec, Lead, Magnitudes, Momentum, TopK, Tracking
 from gradwire.compress import Feedback
 from gradwire.hooks.auto.planner import Fallback
 from hypothesis import HealthCheck, given, seed, settings
@@ -118,6 +118,8 @@ class Configuration(Short):
 
     def keeps(self, codec: Codec) -> bool:
         """Whether a step of this codec keeps what it leaves out."""
+        if isinstance(self.error_feedback, Magnitudes):
+            return False
         return codec.default_feedback if self.error_feedback == "auto" else bool(self.error_feedback)
 
     @property

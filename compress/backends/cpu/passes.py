@@ -1,6 +1,9 @@
-"""Small passes over CPU tensors, each reading and writing everything once: tracking, momentum, and flat vectors."""
+"""Small passes over CPU tensors, each reading and writing everything once: of feedback strategies, and flat vectors."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,10 +11,23 @@ from torch import Tensor, float32, int32
 
 from ..kernels import MomentumInput, MomentumKernels, TrackingKernels, VectorKernels
 from ..memory import address
-from .runtime.blocks import all_finite
-from .runtime.dtypes import F32, INF_BITS, KINDS, MAGNITUDE, NAN
+from .runtime.blocks import all_finite, clear, copy, largest_bits, widen
+from .runtime.dtypes import F32, INF_BITS, KINDS, MAGNITUDE, NAN, width
 from .runtime.fused_inputs import ENTER_SPARE, HEAVY_BALL, NESTEROV, TRACKED, enter_into
-from .runtime.simd import as_i32, bits_of, compiled, get_f32, get_i32, load_f32, select, store
+from .runtime.simd import (
+    as_f32,
+    as_i32,
+    bits_of,
+    compiled,
+    get_f32,
+    get_i32,
+    inlined,
+    load_f32,
+    maximum,
+    select,
+    splat_i32,
+    store,
+)
 from .runtime.threads import over_tiles
 
 
@@ -66,6 +82,64 @@ def _lead(past: int, mean: int, beta: float, share: float, first: int, last: int
         i += 4
 
 
+#: Bytes of scratch for the row of 256 elements at the end: its magnitudes, its other elements, and what `widen` needs.
+ROW_SPARE = 2048 + 256
+
+
+@inlined
+def _exponents_at(magnitudes: int, largest: int) -> Any:
+    """Those of the scales of 64 magnitudes, from 127 to 131, in whose row `largest` has the largest one's bits."""
+    return maximum((as_i32(load_f32(magnitudes)) >> 23) - (largest >> 23), splat_i32(-4)) + 131
+
+
+@compiled
+def _divide(kind: int, grad: int, magnitudes: int, out: int, first: int, last: int, spare: int) -> None:
+    for start in range(first, last, 256):
+        n = min(256, last - start)
+        row, target = magnitudes + 4 * start, out + 4 * start
+        if n < 256:
+            row, target = spare, spare + 1024
+            clear(row, 1024)
+            copy(row, magnitudes + 4 * start, 4 * n)
+        widen(kind, grad + width(kind) * start, target, n, spare + 2048)
+        largest = np.int32(largest_bits(row, 256))
+        for i in range(0, 4 * n, 256):
+            store(target + i, load_f32(target + i) * as_f32(254 - _exponents_at(row + i, largest) << 23))
+        if n < 256:
+            copy(out + 4 * start, target, 4 * n)
+
+
+@compiled
+def _multiply(mean: int, magnitudes: int, beta: float, first: int, last: int, spare: int) -> None:
+    slow, share = F32(beta), F32(1.0 - beta)
+    for start in range(first, last, 256):
+        n = min(256, last - start)
+        row, x = magnitudes + 4 * start, mean + 4 * start
+        if n < 256:
+            row, x = spare, spare + 1024
+            clear(row, 2048)
+            copy(row, magnitudes + 4 * start, 4 * n)
+            copy(x, mean + 4 * start, 4 * n)
+        largest = np.int32(largest_bits(row, 256))
+        for i in range(0, 4 * n, 256):
+            handed_out = load_f32(x + i) * as_f32(_exponents_at(row + i, largest) << 23)
+            old = load_f32(row + i)
+            new = old * slow + as_f32(as_i32(handed_out) & MAGNITUDE) * share
+            store(x + i, handed_out)
+            store(row + i, select((as_i32(new) & MAGNITUDE) < INF_BITS, new, old))
+        if n < 256:
+            copy(magnitudes + 4 * start, row, 4 * n)
+            copy(mean + 4 * start, x, 4 * n)
+
+
+def over_rows(numel: int, kernel: Callable[..., None], where: tuple[Any, ...]) -> None:
+    def job(first: int, last: int) -> None:
+        spare = np.empty(ROW_SPARE, np.uint8)
+        kernel(*where, first, last, spare.ctypes.data)
+
+    over_tiles(numel, job)
+
+
 class Tracking(TrackingKernels):
     """Each in one pass."""
 
@@ -82,6 +156,15 @@ class Tracking(TrackingKernels):
     def lead(self, past: Tensor, mean: Tensor, beta: float, share: float) -> None:
         where = address(past, float32), address(mean, float32)
         over_tiles(mean.numel(), lambda first, last: _lead(*where, beta, share, first, last))
+
+
+    def divide(self, grad: Tensor, magnitudes: Tensor, out: Tensor) -> None:
+        where = KINDS[grad.dtype], address(grad), address(magnitudes, float32), address(out, float32)
+        over_rows(grad.numel(), _divide, where)
+
+    def multiply(self, mean: Tensor, magnitudes: Tensor, beta: float) -> None:
+        where = address(mean, float32), address(magnitudes, float32), beta
+        over_rows(mean.numel(), _multiply, where)
 
 
 def momentum_input(kind: int, grad: Tensor, momentum: Tensor, factor: float) -> MomentumInput:

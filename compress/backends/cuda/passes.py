@@ -23,6 +23,13 @@ class Tracking(TrackingKernels):
         return False  # the host does not wait to know
 
 
+    def divide(self, grad: Tensor, magnitudes: Tensor, out: Tensor) -> None:
+        launch_rows(FILE, f"magnitudes_divide_{SUFFIXES[grad.dtype]}", grad, magnitudes, out)
+
+    def multiply(self, mean: Tensor, magnitudes: Tensor, beta: float) -> None:
+        launch_rows(FILE, "magnitudes_multiply", mean, magnitudes, np.float32(beta), np.float32(1.0 - beta))
+
+
 class Momentum(MomentumKernels):
     """As `Tracking`; of the few entries that `mask` is about torch takes care."""
 

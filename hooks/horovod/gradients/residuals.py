@@ -173,7 +173,7 @@ class CompressionState:
         known, bucket = self._buckets.get(layout[0].name, (None, None))
         if bucket is None or known is not channel or bucket.layout != layout or not bucket.serves([], flat):
             codec = self.compression.codec
-            codec = codec.with_feedback() if self.compression.feedback else codec
+            codec = self.compression.strategy.codec_for(codec) if self.compression.feedback else codec
             name = self.compression.exchange
             if name == "auto":
                 name = default_exchange(codec, channel.size)
