@@ -261,7 +261,6 @@ class TrackingKernels:
         past.copy_(torch.where(finite, new, past))
         mean.masked_fill_(~finite, torch.nan)
 
-
     def divide(self, grad: Tensor, magnitudes: Tensor, out: Tensor) -> None:
         """`out` = a gradient of any dtype, divided by its scales (`_scales_of`); float32 but for the gradient."""
         torch.div(grad.float(), _scales_of(magnitudes), out=out)

@@ -50,10 +50,11 @@ class Options:
         if not (isinstance(feedback, bool | Feedback) or feedback == "auto"):
             raise ValueError(f"error_feedback={feedback!r}: expected True, False, 'auto' or a strategy: Residual()")
         if isinstance(feedback, Feedback) and not isinstance(feedback, NoFeedback):
-            if RESIDUAL not in feedback.state_names:
+            kept = feedback.state_names
+            if kept and RESIDUAL not in kept:
                 raise ValueError(
-                    f"{feedback} keeps {', '.join(feedback.state_names)}: its `state_names` must have {RESIDUAL!r} "
-                    "too, or it derives from NoFeedback"
+                    f"{feedback} keeps {', '.join(kept)}: its `state_names` must have {RESIDUAL!r} too, or it must "
+                    "derive from NoFeedback"
                 )
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
             raise ValueError(f"warmup_steps={warmup!r}: expected a number of steps, 0 or more")

@@ -251,6 +251,35 @@ SCRIPTS: tuple[tuple[Configuration, list[Any]], ...] = (
         Configuration(world_size=4, codec=OneBit(), exchange="hierarchical", topology=2, scaler="enabled"),
         [Step(), Step(overflow=Overflow(rank=1)), Step(overflow=Overflow(parameter=1)), Step()],
     ),
+    # What ranks know of past means stays the same on all of them.
+    *(
+        (
+            Configuration(
+                codec=codec,
+                exchange="auto",
+                network=network,
+                error_feedback=Magnitudes(),
+                exclude="vectors",
+                scaler="enabled",
+                cap=1,
+            ),
+            [
+                Step(),
+                Step(2, overflow=Overflow(1)),
+                Step(),
+                Copy(),
+                Resume(),
+                Rescale(),
+                Step(),
+                Resize(3),
+                Step(),
+                Close(),
+                Join((2, 1, 3, 1)),
+                Step(),
+            ],
+        )
+        for codec, network in [(EDEN(), 1e-7), (QSGD(), 1e-12), (Identity(), 1e-7)]
+    ),
     # Rows of tables, first, in the middle and last.
     *(
         (

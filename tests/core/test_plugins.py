@@ -235,7 +235,7 @@ class KeepsNoResidual(Smoothed):
 
 
 def test_a_strategy_keeps_a_residual() -> None:
-    with pytest.raises(ValueError, match=r"KeepsNoResidual.* keeps smooth: its `state_names` must have 'residual' too, or "):
+    with pytest.raises(ValueError, match=r"KeepsNoResidual.* keeps smooth: its `state_names` must have 'residual' too"):
         CompressState(TopK(0.1), error_feedback=KeepsNoResidual())
 
 

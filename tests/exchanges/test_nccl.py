@@ -17,6 +17,7 @@ from gradwire.compress import (
     QSGD,
     Codec,
     Identity,
+    Magnitudes,
     Momentum,
     OneBit,
     PowerSGD,
@@ -49,7 +50,7 @@ from torch import Tensor
 HIERARCHICAL = "hierarchical"
 STRATEGIES: tuple[Feedback | None, ...] = (
     None, Residual(decay=0.9), Residual(dtype=torch.bfloat16), Residual(dtype=torch.int8), Tracking(clip=20.0),
-    Momentum(clip=20.0),
+    Momentum(clip=20.0), Magnitudes(),
 )  # fmt: skip
 #: Of a rank: what backward runs on, what is encoded on, what is decoded on, and NCCL's.
 STREAMS = tuple(f"{rank} {name}" for rank in range(2) for name in ("default", "side 1", "side 2", "nccl"))
@@ -70,7 +71,7 @@ def ways(codec: Codec) -> list[str]:
 def takes(codec: Codec, strategy: Feedback | None) -> bool:
     try:
         if strategy is not None:
-            strategy.check(codec)
+            strategy.codec_for(codec)
     except ValueError:
         return False
     return True

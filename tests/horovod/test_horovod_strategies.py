@@ -7,7 +7,19 @@ from typing import Any
 import gradwire.hooks.horovod as hvd
 import pytest
 import torch
-from gradwire import QSGD, Codec, CompressState, Lead, Magnitudes, Momentum, OneBit, Residual, TopK, Tracking, compress_hook
+from gradwire import (
+    QSGD,
+    Codec,
+    CompressState,
+    Lead,
+    Magnitudes,
+    Momentum,
+    OneBit,
+    Residual,
+    TopK,
+    Tracking,
+    compress_hook,
+)
 from gradwire.compress.feedback.base import Feedback
 from test_horovod_operations import horovod_ranks, raised
 from test_horovod_optimizer import close, identical, loss_of, model_of, train, weights

@@ -157,7 +157,6 @@ class Tracking(TrackingKernels):
         where = address(past, float32), address(mean, float32)
         over_tiles(mean.numel(), lambda first, last: _lead(*where, beta, share, first, last))
 
-
     def divide(self, grad: Tensor, magnitudes: Tensor, out: Tensor) -> None:
         where = KINDS[grad.dtype], address(grad), address(magnitudes, float32), address(out, float32)
         over_rows(grad.numel(), _divide, where)

@@ -22,7 +22,6 @@ class Tracking(TrackingKernels):
         launch_rows(FILE, "tracking_follow", estimate, mean)
         return False  # the host does not wait to know
 
-
     def divide(self, grad: Tensor, magnitudes: Tensor, out: Tensor) -> None:
         launch_rows(FILE, f"magnitudes_divide_{SUFFIXES[grad.dtype]}", grad, magnitudes, out)
 
