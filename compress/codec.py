@@ -119,7 +119,7 @@ class Codec(Renamed, ABC, renamed=OLD_NAMES):
         return self
 
     def second_pass(self) -> Codec:
-        """The codec with which owners of slices encode the mean, in blocks of the same size: by default this one."""
+        """The codec with which owners of slices encode the mean: by default this one."""
         return self
 
     def for_layout(self, layout: Layout) -> Codec:

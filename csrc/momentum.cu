@@ -4,7 +4,7 @@
 //     Momentum:             u' = u · β + g               out = u'
 //     Nesterov's:           u' = (u + g) · β             out = u' + g
 //     Tracking's estimate:  H' = H + mean, and that is handed out in the place of the mean
-//     Magnitudes:           out = g / s(M);              u = mean · s(M),  M' = M · β + |u| · (1 - β)
+//     Magnitudes:           out = g / s(M);              u = mean · s(M),  M' = √(M² · β + u² · (1 - β))
 //
 // Each reads and writes everything once. compress/backends/kernels.py says what they mean.
 #include "common.cuh"
@@ -42,17 +42,13 @@ __device__ inline void enter(const T* grad, float* momentum, float* out, float b
     });
 }
 
-// Of the scales of a row's magnitudes: 131 where one is as large as the largest, to a power of two, down to 127.
-__device__ inline void scale_exponents(const float (&magnitudes)[SLOTS], int (&exponents)[SLOTS]) {
-    int largest = 0;
+// By which the scales of a row's magnitudes follow them: 10 / their root mean square, or 0.
+__device__ inline float scale_factor(const float (&magnitudes)[SLOTS]) {
+    float squares[SLOTS];
 #pragma unroll
-    for (int j = 0; j < SLOTS; ++j) {
-        exponents[j] = magnitude_bits(magnitudes[j]) >> 23;
-        largest = max(largest, exponents[j]);
-    }
-    largest = warp_max(largest);
-#pragma unroll
-    for (int j = 0; j < SLOTS; ++j) exponents[j] = 131 - min(largest - exponents[j], 4);
+    for (int j = 0; j < SLOTS; ++j) squares[j] = magnitudes[j] * magnitudes[j];
+    const float sum = fold(squares);
+    return sum != 0.0f ? 10.0f / sqrtf(sum * 0x1p-8f) : 0.0f;
 }
 
 template <class T>
@@ -61,12 +57,11 @@ __device__ inline void divide(const T* grad, const float* magnitudes, float* out
     each_block(numel, ROW, [&](i64 b) {
         const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
         float g[SLOTS], m[SLOTS];
-        int exponents[SLOTS];
         load8(grad, aligned, begin, numel, g);
         load8(magnitudes, magnitudes_aligned, begin, numel, m);
-        scale_exponents(m, exponents);
+        const float factor = scale_factor(m);
 #pragma unroll
-        for (int j = 0; j < SLOTS; ++j) g[j] = g[j] * power(254 - exponents[j]);
+        for (int j = 0; j < SLOTS; ++j) g[j] = g[j] / (m[j] * factor + 1.0f);
         store8(out, out_aligned, begin, numel, g);
     });
 }
@@ -111,14 +106,13 @@ __global__ void magnitudes_multiply(float* mean, float* magnitudes, float beta, 
     each_block(numel, ROW, [&](i64 b) {
         const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
         float x[SLOTS], m[SLOTS];
-        int exponents[SLOTS];
         load8(mean, aligned, begin, numel, x);
         load8(magnitudes, magnitudes_aligned, begin, numel, m);
-        scale_exponents(m, exponents);
+        const float factor = scale_factor(m);
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
-            x[j] = x[j] * power(exponents[j]);
-            const float now = m[j] * beta + fabsf(x[j]) * share;
+            x[j] = x[j] * (m[j] * factor + 1.0f);
+            const float now = sqrtf(m[j] * m[j] * beta + x[j] * x[j] * share);
             if (is_finite(now)) m[j] = now;
         }
         store8(mean, aligned, begin, numel, x);

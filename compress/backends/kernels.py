@@ -266,20 +266,21 @@ class TrackingKernels:
         torch.div(grad.float(), _scales_of(magnitudes), out=out)
 
     def multiply(self, mean: Tensor, magnitudes: Tensor, beta: float) -> None:
-        """The mean is multiplied by its scales (`_scales_of`), and magnitudes = beta·magnitudes + (1-beta)·|mean| then,
-        except where that is not finite. All float32."""
+        """The mean u is multiplied by its scales (`_scales_of`), and magnitudes M = √(βM² + (1-β)u²) then, except where
+        that is not finite. All float32."""
         mean.mul_(_scales_of(magnitudes))
-        new = magnitudes * beta + mean.abs() * (1.0 - beta)
+        new = (magnitudes * magnitudes * beta + mean * mean * (1.0 - beta)).sqrt_()
         magnitudes.copy_(torch.where(new.isfinite(), new, magnitudes))
 
 
 def _scales_of(magnitudes: Tensor) -> Tensor:
-    """For each row of 256: 16 where a magnitude is as large as the largest, to a power of two; where it is smaller half
-    as much for every halving, down to 1."""
+    """1 + 10 M/ρ, where ρ is the root mean square of a row of 256, with zeros behind the last; 1 where it is 0."""
     rows = torch.nn.functional.pad(magnitudes, (0, -len(magnitudes) % 256)).view(-1, 256)
-    exponents = rows.view(torch.int32) >> 23
-    below = (exponents.amax(1, keepdim=True) - exponents).clamp_(max=4)
-    return ((131 - below) << 23).view(torch.float32).view(-1)[: len(magnitudes)]
+    squares, half = rows * rows, 128
+    while half:
+        squares, half = squares[:, :half] + squares[:, half:], half // 2
+    factor = 10.0 / (squares * (1 / 256)).sqrt_()
+    return (rows * factor.masked_fill_(squares == 0, 0.0) + 1.0).view(-1)[: len(magnitudes)]
 
 
 class MomentumKernels:

@@ -61,6 +61,10 @@ class EDEN(BlockCodec):
     def with_feedback(self) -> EDEN:
         return replace(self, scale="closest")
 
+    def second_pass(self) -> EDEN:
+        """With three levels: the owners' error is everybody's, where that of the first pass is averaged over ranks."""
+        return replace(self, levels=3)
+
     def fields(self) -> tuple[Field, ...]:
         two = self.levels == 2
         digits, every, last = ("bits, ±1,", "eight", "j+1792") if two else ("trits", "five", "j+1024")

@@ -24,13 +24,13 @@ class Magnitudes(NoFeedback):
     A code of few bits makes an error that is alike for all elements of a block. Adam divides each element by the root
     of its second moment, so that small elements' errors become steps as large as the large elements' own. Here each
     rank codes x = g/s, so that every element's error is in proportion to its own s, and all ranks hand out u = s·mean
-    x. s follows the magnitudes of what was handed out, M = βM + (1-β)|u|, which all ranks know: nothing is sent for it.
-    Among 256 neighbours, those that `EDEN` rotates together, s is 16 where M is as large as the largest, to a power of
-    two, and half as much for every halving of M, down to 1. So dividing rounds nothing, and what is unbiased stays so.
+    x. s follows the magnitudes of what was handed out, M² = βM² + (1-β)u², which all ranks know: nothing is sent for
+    it. It is 1 + 10 M/ρ, ρ being the root mean square of M over 256 neighbours, those that `EDEN` rotates together. So
+    what is unbiased stays unbiased.
 
     For codecs that are unbiased without a residual: `EDEN`, `TernGrad` and stochastic `QSGD`. Where a mean is not
     finite, M stays. Means that are discarded stay in M. Steps that send everything, and parameters that are excluded,
-    have the mean gradient itself. Where "auto" sends bfloat16, its rounding is lost.
+    have the mean gradient, to float32's rounding. Where "auto" sends bfloat16, its rounding is lost.
 
     Takes 4 bytes an element (M, float32), twice that with a GradScaler, 4 more with gradients of 16 bits.
 
@@ -80,5 +80,6 @@ class Magnitudes(NoFeedback):
     def invariant(
         self, gradient: Tensor, before: Mapping[str, Tensor], applied: Tensor, after: Mapping[str, Tensor]
     ) -> Tensor:
-        """M is the running mean of the magnitudes of what was handed out."""
-        return self.beta * before[MAGNITUDE] + (1.0 - self.beta) * applied.abs() - after[MAGNITUDE]
+        """M² is the running mean of the squares of what was handed out."""
+        squares = self.beta * before[MAGNITUDE].square() + (1.0 - self.beta) * applied.square()
+        return squares.sqrt() - after[MAGNITUDE]

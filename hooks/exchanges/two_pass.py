@@ -52,7 +52,8 @@ class TwoPass(Exchange):
 
     def _wires(self) -> list[tuple[int, int, Tensor]]:
         """The parts decoded at the end: first element, length and wire."""
-        if self.numel and not self.extra:  # the slices lie end to end: a wire of the whole bucket
+        whole_records = self.slice % (self.back.block_size or 1) == 0
+        if self.numel and not self.extra and whole_records:  # slices lie end to end: a wire of the whole bucket
             return [(0, self.numel, self.received.view(1, -1)[:, : self.back.wire_bytes(self.numel)])]
         ranges = [(rank, *self._range(rank)) for rank in range(self.world_size)]
         return [
@@ -68,8 +69,8 @@ class TwoPass(Exchange):
     @classmethod
     def estimate(cls, network: Calibration, what: BucketSpec) -> Estimate:
         numel, ranks, speed = what.numel, what.world_size, what.speed
-        slice_bytes, own = (ranks - 1) * what.codec.wire_bytes(-(-numel // ranks)), numel / ranks
-        moves = [(network.all_to_all, slice_bytes), (network.all_gather, slice_bytes)]
+        there, back = ((ranks - 1) * c.wire_bytes(-(-numel // ranks)) for c in (what.codec, what.codec.second_pass()))
+        own, moves = numel / ranks, [(network.all_to_all, there), (network.all_gather, back)]
         decode = speed.decode * 2 * numel + speed.mean * (own + numel)
         return network.estimate(cls.name, moves, speed.encode * (numel + own), decode)
 

@@ -11,21 +11,20 @@ from torch import Tensor, float32, int32
 
 from ..kernels import MomentumInput, MomentumKernels, TrackingKernels, VectorKernels
 from ..memory import address
-from .runtime.blocks import all_finite, clear, copy, largest_bits, widen
-from .runtime.dtypes import F32, INF_BITS, KINDS, MAGNITUDE, NAN, width
+from .runtime.blocks import all_finite, clear, copy, widen
+from .runtime.dtypes import F32, INF_BITS, KINDS, MAGNITUDE, NAN, ONE, ZERO, width
 from .runtime.fused_inputs import ENTER_SPARE, HEAVY_BALL, NESTEROV, TRACKED, enter_into
 from .runtime.simd import (
-    as_f32,
     as_i32,
     bits_of,
     compiled,
+    fold_sum,
     get_f32,
     get_i32,
     inlined,
     load_f32,
-    maximum,
     select,
-    splat_i32,
+    square_root,
     store,
 )
 from .runtime.threads import over_tiles
@@ -87,9 +86,11 @@ ROW_SPARE = 2048 + 256
 
 
 @inlined
-def _exponents_at(magnitudes: int, largest: int) -> Any:
-    """Those of the scales of 64 magnitudes, from 127 to 131, in whose row `largest` has the largest one's bits."""
-    return maximum((as_i32(load_f32(magnitudes)) >> 23) - (largest >> 23), splat_i32(-4)) + 131
+def _factor_of(row: int) -> Any:
+    """By which the scales of a row of 256 magnitudes follow them: 10 / their root mean square, or 0."""
+    a, b, c, d = load_f32(row), load_f32(row + 256), load_f32(row + 512), load_f32(row + 768)
+    squares = fold_sum((a * a + c * c) + (b * b + d * d))
+    return F32(F32(10.0) / F32(np.sqrt(squares * F32(1 / 256)))) if squares != ZERO else ZERO
 
 
 @compiled
@@ -102,9 +103,9 @@ def _divide(kind: int, grad: int, magnitudes: int, out: int, first: int, last: i
             clear(row, 1024)
             copy(row, magnitudes + 4 * start, 4 * n)
         widen(kind, grad + width(kind) * start, target, n, spare + 2048)
-        largest = np.int32(largest_bits(row, 256))
+        factor = _factor_of(row)
         for i in range(0, 4 * n, 256):
-            store(target + i, load_f32(target + i) * as_f32(254 - _exponents_at(row + i, largest) << 23))
+            store(target + i, load_f32(target + i) / (load_f32(row + i) * factor + ONE))
         if n < 256:
             copy(out + 4 * start, target, 4 * n)
 
@@ -120,11 +121,11 @@ def _multiply(mean: int, magnitudes: int, beta: float, first: int, last: int, sp
             clear(row, 2048)
             copy(row, magnitudes + 4 * start, 4 * n)
             copy(x, mean + 4 * start, 4 * n)
-        largest = np.int32(largest_bits(row, 256))
+        factor = _factor_of(row)
         for i in range(0, 4 * n, 256):
-            handed_out = load_f32(x + i) * as_f32(_exponents_at(row + i, largest) << 23)
             old = load_f32(row + i)
-            new = old * slow + as_f32(as_i32(handed_out) & MAGNITUDE) * share
+            handed_out = load_f32(x + i) * (old * factor + ONE)
+            new = square_root(old * old * slow + handed_out * handed_out * share)
             store(x + i, handed_out)
             store(row + i, select((as_i32(new) & MAGNITUDE) < INF_BITS, new, old))
         if n < 256:

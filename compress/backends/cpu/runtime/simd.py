@@ -323,6 +323,18 @@ fold_max = _fold(lambda builder, a, b: builder.select(builder.icmp_signed(">", a
 
 
 @_intrinsic
+def square_root(context: Any, value: Any) -> Any:
+    """Of each lane, rounded as IEEE 754 says."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = args[0].type
+        name, form = f"llvm.sqrt.v{value.lanes}f32", ir.FunctionType(kind, [kind])
+        return builder.call(builder.module.declare_intrinsic(name, fnty=form), args)
+
+    return value(value), codegen
+
+
+@_intrinsic
 def maximum(context: Any, a: Any, b: Any) -> Any:
     """The larger of two signed integers in each lane."""
 
