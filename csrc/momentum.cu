@@ -48,7 +48,7 @@ __device__ inline float scale_factor(const float (&magnitudes)[SLOTS]) {
 #pragma unroll
     for (int j = 0; j < SLOTS; ++j) squares[j] = magnitudes[j] * magnitudes[j];
     const float sum = fold(squares);
-    return sum != 0.0f ? 10.0f / sqrtf(sum * 0x1p-8f) : 0.0f;
+    return sum != 0.0f ? (float)(10.0 / sqrt((double)sum * 0x1p-8)) : 0.0f;
 }
 
 template <class T>

@@ -120,6 +120,8 @@ LEARNED = {
     "dgc-topk9": LearningArm(_top(0.09), "split", Momentum(MOMENTUM, masking=False), begins=75),
     "eden": LearningArm(EDEN(), "two_pass"),
     "eden-magnitudes": LearningArm(EDEN(), "two_pass", Magnitudes()),
+    "eden2": LearningArm(EDEN(levels=2), "two_pass"),
+    "eden2-magnitudes": LearningArm(EDEN(levels=2), "two_pass", Magnitudes()),
     "terngrad": LearningArm(TernGrad(), "two_pass"),
     "qsgd8": LearningArm(QSGD(bits=8), "two_pass"),
     "qsgd4": LearningArm(QSGD(), "two_pass"),

@@ -269,7 +269,8 @@ class TrackingKernels:
         """The mean u is multiplied by its scales (`_scales_of`), and magnitudes M = √(βM² + (1-β)u²) then, except where
         that is not finite. All float32."""
         mean.mul_(_scales_of(magnitudes))
-        new = (magnitudes * magnitudes * beta + mean * mean * (1.0 - beta)).sqrt_()
+        new = magnitudes * magnitudes * beta + mean * mean * (1.0 - beta)
+        new = new.double().sqrt_().float()  # torch's roots of float32 are rounded otherwise on some CPUs
         magnitudes.copy_(torch.where(new.isfinite(), new, magnitudes))
 
 
@@ -279,7 +280,7 @@ def _scales_of(magnitudes: Tensor) -> Tensor:
     squares, half = rows * rows, 128
     while half:
         squares, half = squares[:, :half] + squares[:, half:], half // 2
-    factor = 10.0 / (squares * (1 / 256)).sqrt_()
+    factor = torch.full_like(squares, 10.0, dtype=torch.float64).div_((squares.double() / 256).sqrt_()).float()
     return (rows * factor.masked_fill_(squares == 0, 0.0) + 1.0).view(-1)[: len(magnitudes)]
 
 

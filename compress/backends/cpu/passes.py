@@ -90,7 +90,7 @@ def _factor_of(row: int) -> Any:
     """By which the scales of a row of 256 magnitudes follow them: 10 / their root mean square, or 0."""
     a, b, c, d = load_f32(row), load_f32(row + 256), load_f32(row + 512), load_f32(row + 768)
     squares = fold_sum((a * a + c * c) + (b * b + d * d))
-    return F32(F32(10.0) / F32(np.sqrt(squares * F32(1 / 256)))) if squares != ZERO else ZERO
+    return F32(10.0 / np.sqrt(np.float64(squares) / 256)) if squares != ZERO else ZERO
 
 
 @compiled
