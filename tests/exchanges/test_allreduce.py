@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire.compress import CODECS, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, new_draw
+from gradwire.compress import CODECS, EDEN, QSGD, Cast, Codec, Identity, OneBit, TernGrad, TopK, new_draw
 from gradwire.compress.feedback.residual import NOTHING, server_state
 from gradwire.hooks.auto.planner import check_exchange, default_exchange
 from gradwire.hooks.comm.group import Group
@@ -69,6 +69,7 @@ CASES = [
     ),
     ("two_pass", QSGD(bits=8, rounding="nearest")),
     ("two_pass", TernGrad(rounding="nearest")),
+    ("two_pass", EDEN("closest", levels=2)),  # whose owners' blocks are others
     ("gather", TopK(density=1.0)),
     ("gather", OneBit(block=256, scale="symmetric")),
 ]
@@ -122,7 +123,7 @@ def mean_of_many(rank: int, world_size: int, exchange: str, codec: Codec, draws:
 
 
 @pytest.mark.parametrize("exchange", ["gather", "two_pass"])
-@pytest.mark.parametrize("codec", [QSGD(), TernGrad(clip=float("inf"))], ids=str)
+@pytest.mark.parametrize("codec", [QSGD(), TernGrad(clip=float("inf")), EDEN(levels=2)], ids=str)
 def test_stochastic_codes_stay_unbiased_through_an_exchange(ranks: Ranks, exchange: str, codec: Codec) -> None:
     few, many = (max(ranks(2).run(mean_of_many, 2, exchange, codec, draws)) for draws in (4, 100))
     assert many < few / 3.5  # noise falls with the root of the draws, by 5; a bias would stay
