@@ -23,13 +23,13 @@ class EDEN(BlockCodec):
     sign. L = Σr² of all 256, divided by Σ|r| of those that do not become 0, makes the decoded vector unbiased over the
     rotations where no few elements are far larger than the others. One to three elements with four fifths of Σx² or
     more hide the others of their 256, or magnify them, with 99 % up to five times; of two levels, one with half of Σx²
-    hides a sixth of the others, and with four fifths three quarters. No residual is needed, so nothing arrives late. For σ from
-    2^-125 to 2^123: a record beyond counts as not finite, and below elements become 0.
+    hides a sixth of the others, and with four fifths three quarters. No residual is needed, so nothing arrives late.
+    For σ from 2^-125 to 2^123: a record beyond counts as not finite, and below elements become 0.
 
     Three levels take 1.675 bits an element, and their error is 0.23 of Σx²; that of `TernGrad`, with as many trits, is
-    more than twice as much on normal and on heavy-tailed numbers. Two levels take 1.078 bits, and their error is 0.57 of
-    Σx². Owners of slices encode the mean with three all the same, so that "two_pass" receives 1.38 bits an element, 23
-    times fewer than float32.
+    more than twice as much on normal and on heavy-tailed numbers. Two levels take 1.078 bits, and their error is 0.57
+    of Σx². Owners of slices encode the mean with three all the same, so that "two_pass" receives 1.38 bits an element,
+    23 times fewer than float32.
 
     Args:
         scale: "unbiased", with drawn rotations; or "closest", which error feedback needs: the same rotation always,

@@ -29,7 +29,7 @@ from gradwire import (
 )
 from gradwire.compress import Feedback
 from gradwire.hooks.training.optimizer_checks import known_problem
-from gradwire.hooks.training.recommend import UNTRIED, is_adaptive
+from gradwire.hooks.training.recommend import UNTRIED, is_adaptive, ratio_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -56,7 +56,7 @@ EDEN_CALL = "CompressState(model, EDEN(), error_feedback=False)"
 def test_what_is_recommended_takes_no_more_bytes_than_asked_for(ratio: float, optimizer: Any) -> None:
     found = recommend(optimizer, ratio=ratio)
     assert found.ratio >= ratio
-    assert found.ratio == pytest.approx(found.every * 4e6 / found.codec.wire_bytes(10**6))
+    assert found.ratio == pytest.approx(found.every * ratio_of(found.codec))
     assert recommend(optimizer, bits=32 / ratio).ratio >= ratio * (1 - 1e-9)
     # Nothing lies between 16 bits and 4, and under Muon nothing between 16 bits and 2; else they are closer, under SGD
     # from 4 bits on.
@@ -98,7 +98,9 @@ def test_a_wish_that_cannot_be_met_is_refused(options: dict[str, Any], error: ty
 
 def test_a_recommendation_can_be_read_and_pasted() -> None:
     kept = "error_feedback=Residual(), rounds=Rounds(keep_unsent=True, lengthen_steps=True)"
-    found = recommend("adamw", ratio=20)
+    divided = "CompressState(model, EDEN(levels=2), error_feedback=Magnitudes())"
+    assert [recommend("adamw", ratio=ratio).call for ratio in (19.2, 23)] == [divided] * 2
+    found = recommend("adamw", ratio=24)
     apart = "error_feedback=False, rounds=Rounds(lengthen_steps=True)"
     assert str(found).startswith(f"LocalUpdates(model, optimizer, EDEN(), every=2, {apart}): ")
     assert "not been tried above 1 million parameters" in found.why
@@ -109,7 +111,7 @@ def test_a_recommendation_can_be_read_and_pasted() -> None:
     rare = recommend("adamw", ratio=500)
     assert isinstance(rare.codec, ChunkedTopK)
     assert rare.call == f"LocalUpdates(model, optimizer, ChunkedTopK(k={rare.codec.k}, chunk=16384), every=5, {kept})"
-    assert [recommend("adamw", ratio=ratio).every for ratio in (20, 40, 95, 100, 1000, 2000)] == [2, 3, 5, 5, 5, 10]
+    assert [recommend("adamw", ratio=ratio).every for ratio in (24, 40, 95, 100, 1000, 2000)] == [2, 3, 5, 5, 5, 10]
     assert [UNTRIED in recommend("adamw", ratio=ratio).why for ratio in (20, 100, 120)] == [False, False, True]
     how = "every=5, exchange='gather', error_feedback=Residual()"
     assert recommend("Muon", ratio=100).call == f"LocalUpdates(model, optimizer, ChunkedTopK(k=1024), {how})"
@@ -168,7 +170,7 @@ def test_who_is_warned_of(codec: Codec) -> None:
         if text is not None:
             assert str(codec) in text
             assert type(optimizer).__name__ in text
-            call = recommend(optimizer, ratio=max(4e6 / codec.wire_bytes(10**6), 3.0)).call
+            call = recommend(optimizer, ratio=max(ratio_of(codec), 3.0)).call
             instead = call.removeprefix("CompressState(model, ")
             instead = instead if instead == call else instead.removesuffix(")")
             lead = "Lead(momentum=0.9, acts_as=0.5)"
