@@ -145,13 +145,15 @@ learn-periodic-late: {learn} --steps 4500 --learning-rates 1.2e-2 --seeds 1 --ar
     carried3-wide0.9-b8
 learn-gpt2: {learn} --task gpt2 --batch 64 --steps 500 --seeds 1 --learning-rates 4e-3 --arms chunked25-b5
     kept1-chunked25 kept5-chunked25 kept5-longer local1 local1-longer local3-longer qsgd4 terngrad eden local5-eden
+    eden2 eden2-magnitudes
 learn-gpt2-seeds: {learn} --task gpt2 --batch 64 --steps 500 --seeds 3 --learning-rates 4e-3
-    --arms kept1-chunked25 kept1-longer eden
+    --arms kept1-chunked25 kept1-longer eden eden2-magnitudes
 learn-gpt2-muon: {learn} --task gpt2 --optimizer muon --batch 64 --steps 500 --seeds 1 --learning-rates 1.6e-2
     --arms local5-eden
 learn-gpt2-rates: {learn} --task gpt2 --batch 64 --steps 250 --seeds 1 --learning-rates 2e-3 4e-3 8e-3
     --arms kept1-chunked25
 learn-gpt2-large: {learn} --task gpt2-large --batch 64 --steps 250 --seeds 1 --learning-rates 2e-3 --arms eden
+    eden2-magnitudes
 learn-gpt2-tiny: {learn} --task gpt2-tiny --batch 256 --steps 250 --seeds 3 --learning-rates 4e-3 --arms chunked25-b5
     kept1-chunked25 local5-chunked25 kept5-chunked25
 learn-kept: {learn} --seeds 1 --learning-rates 8e-3 --arms kept1-longer kept5-longer local3-longer terngrad eden

@@ -119,7 +119,6 @@ LEARNED = {
     "dgc-topk1": LearningArm(TopK(0.01), "gather", Momentum(MOMENTUM)),
     "dgc-topk9": LearningArm(_top(0.09), "split", Momentum(MOMENTUM, masking=False), begins=75),
     "eden": LearningArm(EDEN(), "two_pass"),
-    "eden-magnitudes": LearningArm(EDEN(), "two_pass", Magnitudes()),
     "eden2": LearningArm(EDEN(levels=2), "two_pass"),
     "eden2-magnitudes": LearningArm(EDEN(levels=2), "two_pass", Magnitudes()),
     "terngrad": LearningArm(TernGrad(), "two_pass"),

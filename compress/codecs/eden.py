@@ -64,7 +64,7 @@ class EDEN(BlockCodec):
 
     def second_pass(self) -> EDEN:
         """With three levels: the owners' error is everybody's, where that of the first pass is averaged over ranks."""
-        return replace(self, levels=3)
+        return self if self.levels == 3 else replace(self, levels=3)
 
     def fields(self) -> tuple[Field, ...]:
         two = self.levels == 2

@@ -29,7 +29,7 @@ from gradwire import (
 )
 from gradwire.compress import Feedback
 from gradwire.hooks.training.optimizer_checks import known_problem
-from gradwire.hooks.training.recommend import UNTRIED, is_adaptive, ratio_of
+from gradwire.hooks.training.recommend import LEAST_TOP, UNTRIED, is_adaptive, ratio_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
@@ -58,10 +58,10 @@ def test_what_is_recommended_takes_no_more_bytes_than_asked_for(ratio: float, op
     assert found.ratio >= ratio
     assert found.ratio == pytest.approx(found.every * ratio_of(found.codec))
     assert recommend(optimizer, bits=32 / ratio).ratio >= ratio * (1 - 1e-9)
-    # Nothing lies between 16 bits and 4, and under Muon nothing between 16 bits and 2; else they are closer, under SGD
-    # from 4 bits on.
+    # Nothing lies between 16 bits and 4, under Muon nothing between 16 bits and 2, and under SGD nothing between 4 bits
+    # and `LEAST_TOP`; else they are closer.
     assert found.ratio <= (8 if optimizer == "muon" else 4) * ratio
-    if ratio >= {"muon": 105.0, "SGD": 7.9, torch.optim.SGD: 7.9}.get(optimizer, 21.5):
+    if ratio >= {"muon": 105.0, "SGD": LEAST_TOP, torch.optim.SGD: LEAST_TOP}.get(optimizer, 24.0):
         assert found.ratio <= (1.15 if found.every == 1 else 1 + 1 / (found.every - 1)) * ratio
 
 
