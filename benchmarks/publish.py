@@ -148,7 +148,7 @@ learn-gpt2: {learn} --task gpt2 --batch 64 --steps 500 --seeds 1 --learning-rate
     eden2 eden2-magnitudes
 learn-gpt2-seeds: {learn} --task gpt2 --batch 64 --steps 500 --seeds 3 --learning-rates 4e-3
     --arms kept1-chunked25 kept1-longer eden eden2-magnitudes
-learn-gpt2-muon: {learn} --task gpt2 --optimizer muon --batch 64 --steps 500 --seeds 1 --learning-rates 1.6e-2
+learn-gpt2-muon: {learn} --task gpt2 --optimizer muon --batch 64 --steps 500 --seeds 1 --learning-rates 1.6e-2 3.2e-2
     --arms local5-eden
 learn-gpt2-rates: {learn} --task gpt2 --batch 64 --steps 250 --seeds 1 --learning-rates 2e-3 4e-3 8e-3
     --arms kept1-chunked25
