@@ -9,18 +9,26 @@
 // Each reads and writes everything once. compress/backends/kernels.py says what they mean.
 #include "common.cuh"
 
-template <class T, class F>
-__device__ inline void each_element(const T* grad, float* momentum, float* out, i64 numel, F enter) {
-    const bool aligned = is_aligned(grad), momentum_aligned = is_aligned(momentum), out_aligned = is_aligned(out);
+// Rows of 256: `work` makes `out` of what has come in, and what is kept then is stored if KEEPS.
+template <bool KEEPS, class T, class F>
+__device__ inline void each_row(const T* in, float* kept, float* out, i64 numel, F work) {
+    const bool aligned = is_aligned(in), kept_aligned = is_aligned(kept), out_aligned = is_aligned(out);
     each_block(numel, ROW, [&](i64 b) {
         const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
-        float g[SLOTS], m[SLOTS];
-        load8(grad, aligned, begin, numel, g);
-        load8(momentum, momentum_aligned, begin, numel, m);
+        float x[SLOTS], k[SLOTS];
+        load8(in, aligned, begin, numel, x);
+        load8(kept, kept_aligned, begin, numel, k);
+        work(x, k);
+        if (KEEPS) store8(kept, kept_aligned, begin, numel, k);
+        store8(out, out_aligned, begin, numel, x);
+    });
+}
+
+template <class T, class F>
+__device__ inline void each_element(const T* grad, float* momentum, float* out, i64 numel, F enter) {
+    each_row<true>(grad, momentum, out, numel, [&](float(&g)[SLOTS], float(&m)[SLOTS]) {
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) enter(g[j], m[j]);
-        store8(momentum, momentum_aligned, begin, numel, m);
-        store8(out, out_aligned, begin, numel, g);
     });
 }
 
@@ -52,17 +60,11 @@ __device__ inline float scale_factor(const float (&magnitudes)[SLOTS]) {
 }
 
 template <class T>
-__device__ inline void divide(const T* grad, const float* magnitudes, float* out, i64 numel) {
-    const bool aligned = is_aligned(grad), magnitudes_aligned = is_aligned(magnitudes), out_aligned = is_aligned(out);
-    each_block(numel, ROW, [&](i64 b) {
-        const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
-        float g[SLOTS], m[SLOTS];
-        load8(grad, aligned, begin, numel, g);
-        load8(magnitudes, magnitudes_aligned, begin, numel, m);
+__device__ inline void divide(const T* grad, float* magnitudes, float* out, i64 numel) {
+    each_row<false>(grad, magnitudes, out, numel, [](float(&g)[SLOTS], float(&m)[SLOTS]) {
         const float factor = scale_factor(m);
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) g[j] = g[j] / (m[j] * factor + 1.0f);
-        store8(out, out_aligned, begin, numel, g);
     });
 }
 
@@ -89,25 +91,20 @@ __global__ void tracking_follow(float* estimate, float* mean, i64 numel) {
     });
 }
 
-__global__ void magnitudes_divide_f32(const float* grad, const float* magnitudes, float* out, i64 numel) {
+__global__ void magnitudes_divide_f32(const float* grad, float* magnitudes, float* out, i64 numel) {
     divide(grad, magnitudes, out, numel);
 }
 
-__global__ void magnitudes_divide_f16(const Half* grad, const float* magnitudes, float* out, i64 numel) {
+__global__ void magnitudes_divide_f16(const Half* grad, float* magnitudes, float* out, i64 numel) {
     divide(grad, magnitudes, out, numel);
 }
 
-__global__ void magnitudes_divide_bf16(const Bfloat* grad, const float* magnitudes, float* out, i64 numel) {
+__global__ void magnitudes_divide_bf16(const Bfloat* grad, float* magnitudes, float* out, i64 numel) {
     divide(grad, magnitudes, out, numel);
 }
 
 __global__ void magnitudes_multiply(float* mean, float* magnitudes, float beta, float share, i64 numel) {
-    const bool aligned = is_aligned(mean), magnitudes_aligned = is_aligned(magnitudes);
-    each_block(numel, ROW, [&](i64 b) {
-        const i64 begin = b * ROW + threadIdx.x % WARP * SLOTS;
-        float x[SLOTS], m[SLOTS];
-        load8(mean, aligned, begin, numel, x);
-        load8(magnitudes, magnitudes_aligned, begin, numel, m);
+    each_row<true>(mean, magnitudes, mean, numel, [=](float(&x)[SLOTS], float(&m)[SLOTS]) {
         const float factor = scale_factor(m);
 #pragma unroll
         for (int j = 0; j < SLOTS; ++j) {
@@ -115,8 +112,6 @@ __global__ void magnitudes_multiply(float* mean, float* magnitudes, float beta, 
             const float now = sqrtf(m[j] * m[j] * beta + x[j] * x[j] * share);
             if (is_finite(now)) m[j] = now;
         }
-        store8(mean, aligned, begin, numel, x);
-        store8(magnitudes, magnitudes_aligned, begin, numel, m);
     });
 }
 

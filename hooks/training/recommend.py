@@ -185,7 +185,7 @@ def _rounds(times: float, apart: int, tried: float, why: str, exchange: str = "a
 
 
 def ratio_of(codec: Codec) -> float:
-    """By "two_pass", or where both passes send as much by any exchange."""
+    """How many times fewer bytes than float32: of both passes of "two_pass", which for most codecs are as long."""
     return 8.0 * MILLION / (codec.wire_bytes(MILLION) + codec.second_pass().wire_bytes(MILLION))
 
 

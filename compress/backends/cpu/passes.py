@@ -94,14 +94,21 @@ def _factor_of(row: int) -> Any:
 
 
 @compiled
+def _row_at(address: int, n: int, spare: int) -> int:
+    """Where a row of 256 lies: in place, or of fewer a copy, with zeros behind the last."""
+    if n == 256:
+        return address
+    clear(spare, 1024)
+    copy(spare, address, 4 * n)
+    return spare
+
+
+@compiled
 def _divide(kind: int, grad: int, magnitudes: int, out: int, first: int, last: int, spare: int) -> None:
     for start in range(first, last, 256):
         n = min(256, last - start)
-        row, target = magnitudes + 4 * start, out + 4 * start
-        if n < 256:
-            row, target = spare, spare + 1024
-            clear(row, 1024)
-            copy(row, magnitudes + 4 * start, 4 * n)
+        row = _row_at(magnitudes + 4 * start, n, spare)
+        target = out + 4 * start if n == 256 else spare + 1024
         widen(kind, grad + width(kind) * start, target, n, spare + 2048)
         factor = _factor_of(row)
         for i in range(0, 4 * n, 256):
@@ -115,12 +122,7 @@ def _multiply(mean: int, magnitudes: int, beta: float, first: int, last: int, sp
     slow, share = F32(beta), F32(1.0 - beta)
     for start in range(first, last, 256):
         n = min(256, last - start)
-        row, x = magnitudes + 4 * start, mean + 4 * start
-        if n < 256:
-            row, x = spare, spare + 1024
-            clear(row, 2048)
-            copy(row, magnitudes + 4 * start, 4 * n)
-            copy(x, mean + 4 * start, 4 * n)
+        row, x = _row_at(magnitudes + 4 * start, n, spare), _row_at(mean + 4 * start, n, spare + 1024)
         factor = _factor_of(row)
         for i in range(0, 4 * n, 256):
             old = load_f32(row + i)
@@ -134,6 +136,8 @@ def _multiply(mean: int, magnitudes: int, beta: float, first: int, last: int, sp
 
 
 def over_rows(numel: int, kernel: Callable[..., None], where: tuple[Any, ...]) -> None:
+    """Let a kernel work through rows of 256."""
+
     def job(first: int, last: int) -> None:
         spare = np.empty(ROW_SPARE, np.uint8)
         kernel(*where, first, last, spare.ctypes.data)
