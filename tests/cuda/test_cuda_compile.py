@@ -30,9 +30,9 @@ BUDGETS = {
     "ternary.cu": {"terngrad_encode_f32": 4900, "ternary_decode_f32": 5900},
     "eden.cu": {
         "eden_encode_f32": 8700,
-        "eden_decode_f32": 4200,
-        "eden_bits_encode_f32": 14500,
-        "eden_bits_decode_f32": 6100,
+        "eden_decode_f32": 3900,
+        "eden_bits_encode_f32": 13300,
+        "eden_bits_decode_f32": 5700,
     },
     "topk.cu": {"topk_collect_f32": 1200, "topk_digits_f32": 1830, "topk_write_f32": 2250},
     "chunked_topk.cu": {"chunked_topk_encode_f32": 9200, "chunked_topk_decode_f32": 3000},
